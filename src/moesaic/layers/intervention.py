@@ -1,0 +1,88 @@
+"""The one way into a layer's decision: interventions that an MoE reports to while they are open."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from moesaic.routing import Context, Routing
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Call:
+    """One run of one MoE layer, as an intervention sees it.
+
+    Attributes:
+        layer: the handle of the layer (:class:`moesaic.models.MoELayer`), with its name and index.
+        x_TD: (T, D) input of the layer.
+        context: what is known beside it.
+        routing: the routing about to be used.
+        router: the module that made it, or None where the bank routes itself.
+    """
+
+    layer: Any
+    x_TD: Tensor
+    context: Context
+    routing: Routing
+    router: nn.Module | None
+    _chooser: Callable[[Tensor | None, Tensor | None], Routing]
+
+    def choose(self, ids_TK: Tensor | None = None, allowed_TE: Tensor | None = None) -> Routing:
+        """The routing that this model gives to another choice, weighed by its own rule.
+
+        Args:
+            ids_TK: (T, K') int64 expert ids, E in empty slots; any K'.
+            allowed_TE: (T, E) or (E,) bool; the model's own selection restricted to these experts.
+
+        Raises:
+            ValueError: neither or both given, shapes that do not fit, or a model whose rule cannot weigh another choice.
+        """
+        if (ids_TK is None) == (allowed_TE is None):
+            raise ValueError("choose needs exactly one of ids_TK and allowed_TE")
+        rows, experts = self.routing.num_rows, self.routing.num_experts
+        if ids_TK is not None and (ids_TK.dim() != 2 or ids_TK.shape[0] != rows or ids_TK.dtype != torch.int64):
+            raise ValueError(f"ids_TK must be int64 of shape ({rows}, K), got {ids_TK.dtype} {tuple(ids_TK.shape)}")
+        if allowed_TE is not None:
+            if allowed_TE.dtype != torch.bool or allowed_TE.shape not in ((rows, experts), (experts,)):
+                raise ValueError(
+                    f"allowed_TE must be bool of shape ({rows}, {experts}) or ({experts},), got {allowed_TE.dtype} {tuple(allowed_TE.shape)}"
+                )
+            allowed_TE = allowed_TE.expand(rows, experts)
+        return self._chooser(ids_TK, allowed_TE)
+
+
+class Intervention(Protocol):
+    """What an open ``override_routing`` or ``record_routing`` offers to a layer of ours."""
+
+    def handle_of(self, module: nn.Module) -> Any | None:
+        """The handle of ``module`` when this intervention concerns it, else None."""
+
+    def route(self, call: Call) -> Routing:
+        """The routing to use instead of ``call.routing`` (which may be returned)."""
+
+    def output(self, call: Call, y_TO: Tensor) -> Tensor:
+        """The output to use instead of ``y_TO`` (which may be returned)."""
+
+
+_open: ContextVar[tuple[Intervention, ...]] = ContextVar("moesaic_interventions", default=())
+
+
+@contextmanager
+def opened(intervention: Intervention) -> Iterator[None]:
+    """Keep ``intervention`` open inside the block; those opened later (inner) act first."""
+    token = _open.set((*_open.get(), intervention))
+    try:
+        yield
+    finally:
+        _open.reset(token)
+
+
+def concerning(module: nn.Module) -> list[tuple[Intervention, Any]]:
+    """Open interventions that concern ``module``, inner first, each with its handle."""
+    return [(item, handle) for item in reversed(_open.get()) if (handle := item.handle_of(module)) is not None]

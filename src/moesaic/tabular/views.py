@@ -1,0 +1,106 @@
+"""Column transformations that give one table several geometries: the views whose neighbour distances are compared."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+import numpy as np
+from numpy.typing import NDArray
+from sklearn.preprocessing import QuantileTransformer
+
+Matrix = NDArray[np.float64]
+
+# Squares of values below this bound, summed over any width, stay finite.
+_LARGEST = 1e150
+
+
+class View(ABC):
+    """A transformation fitted on the context rows alone; every column on its own.
+
+    Values of any finite size are accepted: columns are scaled by powers of two first, which is exact, and rows far outside
+    the context are clipped at 1e150 so that their distances stay finite.
+    """
+
+    def fit(self, context_TD: Matrix) -> View:
+        """Learn the transformation from context rows (n, d)."""
+        self.exponent_D = self._exponents(context_TD)
+        self._fit(self._scaled(context_TD))
+        return self
+
+    def transform(self, rows_TD: Matrix) -> Matrix:
+        """Rows in this view's space, (n, d) float64."""
+        with np.errstate(over="ignore"):
+            out = self._transform(self._scaled(rows_TD))
+        return np.clip(out, -_LARGEST, _LARGEST, out=out)
+
+    def _exponents(self, context_TD: Matrix) -> NDArray[np.int_]:
+        return np.frexp(np.abs(context_TD).max(0))[1]
+
+    def _scaled(self, rows_TD: Matrix) -> Matrix:
+        with np.errstate(over="ignore"):
+            return np.clip(np.ldexp(rows_TD, -self.exponent_D), -_LARGEST, _LARGEST)
+
+    @abstractmethod
+    def _fit(self, scaled_TD: Matrix) -> None:
+        """Learn from scaled context rows."""
+
+    @abstractmethod
+    def _transform(self, scaled_TD: Matrix) -> Matrix:
+        """A new array with the scaled rows transformed."""
+
+
+class RawView(View):
+    """The columns as they are, up to one power of two for all of them, which neighbour profiles do not see."""
+
+    def _exponents(self, context_TD: Matrix) -> NDArray[np.int_]:
+        return np.frexp(np.abs(context_TD).max(keepdims=True)[0])[1]
+
+    def _fit(self, scaled_TD: Matrix) -> None:
+        pass
+
+    def _transform(self, scaled_TD: Matrix) -> Matrix:
+        return scaled_TD
+
+
+class StandardView(View):
+    """Mean 0 and standard deviation 1 per column; a constant column is only centred."""
+
+    def _fit(self, scaled_TD: Matrix) -> None:
+        self.mean_D = scaled_TD.mean(0)
+        self.scale_D = _or_one(scaled_TD.std(0), scaled_TD)
+
+    def _transform(self, scaled_TD: Matrix) -> Matrix:
+        return (scaled_TD - self.mean_D) / self.scale_D
+
+
+class MinMaxView(View):
+    """Smallest value 0 and largest value 1 per column; a constant column is only shifted."""
+
+    def _fit(self, scaled_TD: Matrix) -> None:
+        self.low_D = scaled_TD.min(0)
+        self.range_D = _or_one(scaled_TD.max(0) - self.low_D, scaled_TD)
+
+    def _transform(self, scaled_TD: Matrix) -> Matrix:
+        return (scaled_TD - self.low_D) / self.range_D
+
+
+class QuantileView(View):
+    """Ranks mapped to a standard normal per column: 1000 quantiles, or as many as there are rows."""
+
+    def _fit(self, scaled_TD: Matrix) -> None:
+        # subsample=None: with sampling the map would depend on the order of the rows.
+        self.map = QuantileTransformer(
+            n_quantiles=min(1000, len(scaled_TD)), output_distribution="normal", subsample=None
+        ).fit(scaled_TD)
+
+    def _transform(self, scaled_TD: Matrix) -> Matrix:
+        return np.asarray(self.map.transform(scaled_TD), dtype=np.float64)
+
+
+VIEWS: dict[str, type[View]] = {"raw": RawView, "std": StandardView, "minmax": MinMaxView, "quantile": QuantileView}
+
+
+def _or_one(scale_D: Matrix, scaled_TD: Matrix) -> Matrix:
+    """Divisors with 1 in constant columns, whose computed spread may be a rounding error instead of 0."""
+    constant = scaled_TD.max(0) == scaled_TD.min(0)
+    return np.where(constant | (scale_D == 0), 1.0, scale_D)
