@@ -1,0 +1,55 @@
+# The verbs everybody needs. `make quickstart` and `make test` set themselves up in .venv.
+PYTHON ?= python3
+BIN := .venv/bin
+PIP := $(BIN)/pip install -q -c constraints.txt
+WORKERS ?= 2
+
+.PHONY: help quickstart test test-all lint format bench docs wheel clean
+.DEFAULT_GOAL := help
+
+help:  ## list these verbs
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## */\t/' | expand -t 14
+
+.venv/core: pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(PIP) -e .
+	@touch $@
+
+.venv/dev: .venv/core
+	$(PIP) -e '.[dev,tabular]'
+	@touch $@
+
+.venv/docs: .venv/dev
+	$(PIP) -e '.[docs]'
+	@touch $@
+
+quickstart: .venv/core  ## train a small MoE on the bundled Shakespeare text (about 4 minutes on 2 cores)
+	$(BIN)/moesaic quickstart
+
+test: .venv/dev  ## the tests that run in minutes
+	$(BIN)/python -m pytest -n $(WORKERS)
+
+test-all: .venv/dev  ## every test, the slow ones too
+	$(BIN)/python -m pytest -n $(WORKERS) -m ''
+
+lint: .venv/dev  ## ruff, mypy --strict, import order of the folders
+	$(BIN)/ruff check src tests benchmarks
+	$(BIN)/ruff format --check src tests benchmarks
+	$(BIN)/mypy
+	$(BIN)/lint-imports --no-cache
+
+format: .venv/dev  ## let ruff format and mend what it can
+	$(BIN)/ruff format src tests benchmarks
+	$(BIN)/ruff check --fix src tests benchmarks
+
+bench: .venv/dev  ## the speed and quality tables (alone on the machine; resumable)
+	$(BIN)/python benchmarks/quickstart.py
+
+docs: .venv/docs  ## build the site into site/
+	$(BIN)/mkdocs build --strict
+
+wheel: .venv/dev  ## build the wheel and try it outside the tree
+	.ci/wheel $(BIN)/python
+
+clean:  ## remove what these verbs made
+	rm -rf .venv dist site .mypy_cache .ruff_cache .pytest_cache
