@@ -70,9 +70,9 @@ class Context:
         """Context of a padded batch of sequences flattened to T = B * S rows.
 
         Args:
-            mask_BS: (B, S') bool or integer mask, nonzero for real tokens, S' >= S (with a cache it covers the past too; the
-                last S columns count), or None when nothing is padded. A 4-D mask says who may attend to whom, not
-                which rows are real: it is refused.
+            mask_BS: (B, S') bool or integer mask, nonzero for real tokens, S' >= S (with a cache it covers the past
+                too; the last S columns count), or None when nothing is padded. A 4-D mask says who may attend to
+                whom, not which rows are real: it is refused.
             batch: B.
             length: S, the tokens of this call.
             device: where to build the fields; that of the mask by default.
@@ -81,13 +81,13 @@ class Context:
             condition: see the class.
 
         Raises:
-            ValueError: a mask of another shape or kind.
+            ValueError: a mask or positions of another shape or kind.
         """
         if mask_BS is not None:
             if mask_BS.dim() != 2 or mask_BS.shape[0] != batch or mask_BS.shape[1] < length:
                 raise ValueError(
-                    f"mask must have shape (B, S) = ({batch}, >= {length}), got {tuple(mask_BS.shape)}; give the 2-D padding"
-                    " mask (1 = real token): a 4-D attention mask does not say which tokens are padding"
+                    f"mask must have shape (B, S) = ({batch}, >= {length}), got {tuple(mask_BS.shape)}; give the 2-D"
+                    " padding mask (1 = real token): a 4-D attention mask does not say which tokens are padding"
                 )
             if mask_BS.dtype.is_floating_point:
                 raise ValueError(
@@ -96,9 +96,13 @@ class Context:
             device = mask_BS.device if device is None else device
         if position_BS is None:
             if mask_BS is not None:
-                position_BS = (mask_BS.long().cumsum(-1) - 1).clamp(min=0)[:, -length:]
+                position_BS = ((mask_BS != 0).long().cumsum(-1) - 1).clamp(min=0)[:, -length:]
             else:
                 position_BS = torch.arange(length, device=device)
+        elif position_BS.shape not in ((length,), (1, length), (batch, length)):
+            raise ValueError(
+                f"position_BS must have shape ({batch}, {length}) or ({length},), got {tuple(position_BS.shape)}"
+            )
         position_T = position_BS.to(torch.int64).expand(batch, length).reshape(-1)
         return cls(
             token_mask_T=None if mask_BS is None else mask_BS[:, -length:].to(torch.bool).reshape(-1),
@@ -136,8 +140,9 @@ class Context:
                     if f.name != "condition" and getattr(self, f.name) is not None
                 ]
                 has += [f"condition:{name}" for name in self.condition]
+                give = f"condition={{{key!r}: ...}}" if field == "condition" else f"{field}=..."
                 raise ValueError(
-                    f"{who} needs {need} in its context, which has {has or 'nothing'}: pass Context({need.replace(':', '={')}...)"
+                    f"{who} needs {need} in its context, which has {has or 'nothing'}: pass Context({give})"
                 )
 
     def check_rows(self, rows: int, who: str) -> None:

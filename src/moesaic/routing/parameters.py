@@ -26,7 +26,8 @@ class ParameterSpec:
     """What a parameter is.
 
     Args:
-        axes: name of each axis in order: ``"expert"``, ``"model"``, ``"width"`` (expert hidden), ``"out"``, ``"in"``, ``"vocab"`` ...
+        axes: name of each axis in order: ``"expert"``, ``"model"``, ``"width"`` (expert hidden), ``"out"``, ``"in"``,
+            ``"vocab"`` ...
         role: one of ``ROLES``; ``"dense"`` is a matrix that every token passes through.
     """
 
@@ -41,8 +42,9 @@ class ParameterSpec:
 def parameter_specs(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, ParameterSpec]]:
     """Every parameter of ``model`` with its specification, each once (tied ones under their first name).
 
-    A module declares its own in a mapping ``parameter_axes`` (name -> :class:`ParameterSpec`); what nobody declared is read
-    from the kind of the module: matrices of ``Linear`` are dense, of ``Embedding`` embeddings, the rest by dimension.
+    A module declares its own in a mapping ``parameter_axes`` (name -> :class:`ParameterSpec`); what nobody declared is
+    read from the kind of the module: matrices of ``Linear`` are dense, of ``Embedding`` embeddings, the rest by
+    dimension.
     """
     seen: set[int] = set()
     for prefix, module in model.named_modules():

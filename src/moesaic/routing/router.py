@@ -28,11 +28,11 @@ class Router(StepState):
         x_TD, Context -> Routing with T rows (one row a group where ``per_group`` is true).
 
     Raises:
-        ValueError: non-positive sizes; ``x_TD`` of another width; scores that are not finite; a context of another length or
-            without what ``needs`` names.
+        ValueError: non-positive sizes; ``x_TD`` of another width; scores that are not finite; a context of another
+            length or without what ``needs`` names.
     """
 
-    needs: ClassVar[tuple[str, ...]] = ()
+    needs: tuple[str, ...] = ()
     per_group: ClassVar[bool] = False
     score_function: str = "softmax"
 
@@ -45,6 +45,7 @@ class Router(StepState):
         self.dim = dim
         self.num_experts = num_experts
         self.layer_name = ""  # set by the model, so that an error can say where
+        self.layer_index = 0  # set by the model, so that random draws of different layers differ
 
     # The three steps -------------------------------------------------------------------------------------------------
     def score(self, x_TD: Tensor, context: Context) -> Tensor:
@@ -57,7 +58,8 @@ class Router(StepState):
         Args:
             logits_TE: scores.
             context: see :class:`Context`.
-            allowed_TE: (T, E) bool; experts that may be chosen, None for all. A slot without an allowed expert stays empty.
+            allowed_TE: (T, E) bool; experts that may be chosen, None for all. A slot without an allowed expert stays
+                empty.
         """
         raise NotImplementedError(f"{type(self).__name__} does not define choose")
 
@@ -70,7 +72,10 @@ class Router(StepState):
         """Route ``x_TD`` (T, D)."""
         context = self.check_input(x_TD, context)
         with torch.autocast(x_TD.device.type, enabled=False):
-            logits_TE = self.score(x_TD if x_TD.dtype == torch.float64 else x_TD.float(), context)
+            x_TD = x_TD if x_TD.dtype == torch.float64 else x_TD.float()
+            if context.token_mask_T is not None:  # what padding holds, NaN included, reaches no score and no gradient
+                x_TD = x_TD.masked_fill(~context.token_mask_T[:, None], 0.0)
+            logits_TE = self.score(x_TD, context)
             self.check_scores(logits_TE, context)
             ids_TK = self.choose(logits_TE, context)
             routing = self.decide(logits_TE, ids_TK, context)
@@ -108,7 +113,7 @@ class Router(StepState):
         """Gather statistics for :meth:`end_step`; called in training mode, in the first pass only."""
 
     def check_causal(self) -> None:
-        """Raise ValueError when decisions may depend on later tokens of a sequence; a causal model asks at construction."""
+        """Raise ValueError when decisions may depend on later tokens; a causal model asks at construction."""
 
     # Doors -----------------------------------------------------------------------------------------------------------
     def check_input(self, x_TD: Tensor, context: Context | None) -> Context:
@@ -131,18 +136,11 @@ class Router(StepState):
         if not bool(finite_T.all()):
             row = int(torch.nonzero(~finite_T)[0])
             raise ValueError(
-                f"scores are not finite in layer {self.layer_name or '(unnamed)'}, row {row}, router {type(self).__name__}:"
-                f" {logits_TE[row].tolist()[:8]}; its input or weights hold NaN or inf"
+                f"scores are not finite in layer {self.layer_name or '(unnamed)'}, row {row}, router"
+                f" {type(self).__name__}: {logits_TE[row].tolist()[:8]}; its input or weights hold NaN or inf"
             )
 
 
-def gather_slots(scores_TE: Tensor, ids_TK: Tensor) -> Tensor:
-    """Scores of the chosen experts (T, K), exactly 0 (and without gradient) in empty slots."""
-    num_experts = scores_TE.shape[1]
-    picked = scores_TE.gather(1, ids_TK.clamp(max=num_experts - 1))
-    return torch.where(ids_TK < num_experts, picked, picked.new_zeros(()))
-
-
 def top_k_lower_index(scores_TE: Tensor, k: int) -> Tensor:
-    """Ids of the k best scores in each row, best first; equal scores in order of their index (``torch.topk`` promises none)."""
+    """Ids of the k best scores in each row, best first; equal ones by index (``torch.topk`` promises no order)."""
     return torch.sort(scores_TE, dim=1, descending=True, stable=True).indices[:, :k]

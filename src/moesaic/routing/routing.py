@@ -32,7 +32,8 @@ class Routing:
         token_mask_T: (T,) bool, False for padded rows, or None when every row is real.
         losses: name -> scalar, added by the router (its own terms) and by the layer.
         extras: what a method wants to carry along.
-        score_function: how logits become probabilities: ``"softmax"``, ``"sigmoid"`` (normalised to sum 1) or ``"relu"`` (same).
+        score_function: how logits become probabilities: ``"softmax"``, or ``"sigmoid"`` and ``"relu"``, both normalised
+            to sum 1.
 
     Raises:
         ValueError: shapes or dtypes that do not fit; with checks on also ids outside [0, E], weight in an empty slot,
@@ -56,7 +57,8 @@ class Routing:
             raise ValueError(f"expert_ids_TK must be int64 of shape (T, K), got {ids.dtype} {tuple(ids.shape)}")
         if weights.shape != ids.shape or not weights.dtype.is_floating_point:
             raise ValueError(
-                f"weights_TK must be floating point of shape {tuple(ids.shape)} like expert_ids_TK, got {weights.dtype} {tuple(weights.shape)}"
+                f"weights_TK must be floating point of shape {tuple(ids.shape)} like expert_ids_TK,"
+                f" got {weights.dtype} {tuple(weights.shape)}"
             )
         if self.logits_TE is not None and self.logits_TE.shape != (ids.shape[0], experts):
             raise ValueError(
@@ -132,15 +134,11 @@ class Routing:
             )
         if token_mask_T is not None:
             mask_TE = mask_TE & token_mask_T[:, None]
-        num_rows, num_experts = weights_TE.shape
-        slots = int(mask_TE.sum(1).max()) if num_rows else 0
-        # A stable sort of "unused" puts each row's experts first, in ascending order.
-        ids_TK = torch.argsort((~mask_TE).to(torch.int8), dim=1, stable=True)[:, :slots]
-        used_TK = mask_TE.gather(1, ids_TK)
-        weights_TK = torch.where(used_TK, weights_TE.gather(1, ids_TK), weights_TE.new_zeros(()))
+        num_experts = weights_TE.shape[1]
+        ids_TK = ids_of_mask(mask_TE)
         return cls(
-            ids_TK.masked_fill(~used_TK, num_experts),
-            weights_TK,
+            ids_TK,
+            gather_slots(weights_TE, ids_TK),
             num_experts,
             logits_TE,
             token_mask_T,
@@ -150,7 +148,7 @@ class Routing:
         )
 
     def take(self, row_T: Tensor) -> Routing:
-        """Rows ``row_T`` (int64) of this routing, in that order: a slice, or a decision per group spread over its tokens."""
+        """Rows ``row_T`` (int64) in that order: a slice, or a decision per group spread over its tokens."""
         return dataclasses.replace(
             self,
             expert_ids_TK=self.expert_ids_TK[row_T],
@@ -201,7 +199,7 @@ class Routing:
 
     @cached_property
     def probs_TE(self) -> Tensor:
-        """(T, E) probabilities, each row summing to 1 (to 0 where a ReLU or sigmoid row is all zero).
+        """(T, E) probabilities, each row summing to 1; to 0 in padded rows and where every ReLU or sigmoid score is 0.
 
         Raises:
             ValueError: the router formed no logits.
@@ -211,14 +209,21 @@ class Routing:
                 "this routing carries no logits_TE (its router never forms them), so it has no probabilities"
             )
         logits = self.logits_TE.float() if self.logits_TE.dtype in (torch.bfloat16, torch.float16) else self.logits_TE
+        padded = None if self.token_mask_T is None else ~self.token_mask_T[:, None]
+        if padded is not None:  # before the softmax, so that NaN in padding reaches no gradient either
+            logits = logits.masked_fill(padded, 0.0)
         if self.score_function == "softmax":
-            return logits.softmax(-1)
-        scores = logits.sigmoid() if self.score_function == "sigmoid" else logits.relu()
-        return scores / scores.sum(-1, keepdim=True).clamp(min=torch.finfo(scores.dtype).tiny)
+            probs = logits.softmax(-1)
+        else:
+            scores = logits.sigmoid() if self.score_function == "sigmoid" else logits.relu()
+            total = scores.sum(-1, keepdim=True)
+            probs = scores / torch.where(total > 0, total, 1.0)
+        return probs if padded is None else probs.masked_fill(padded, 0.0)
 
     @cached_property
     def load_E(self) -> Tensor:
         """(E,) int64 number of decisions that use each expert."""
+        # Not histc: it has no integer kernel on the CPU and no deterministic one elsewhere.
         return torch.bincount(self.expert_ids_TK.reshape(-1), minlength=self.num_experts + 1)[: self.num_experts]
 
     @cached_property
@@ -241,16 +246,37 @@ class Routing:
     @cached_property
     def entropy_T(self) -> Tensor:
         """(T,) entropy of each row's probabilities in nats; 0 in padded rows."""
-        probs = self.probs_TE
-        entropy = torch.special.entr(probs).sum(-1)
-        return entropy if self.token_mask_T is None else entropy.masked_fill(~self.token_mask_T, 0.0)
+        return row_entropy(self.probs_TE)
 
     @property
     def entropy(self) -> Tensor:
         """Mean entropy over real rows in nats; 0 when there are none."""
-        return self.entropy_T.sum() / self.real_T.sum().clamp(min=1)
+        mean: Tensor = self.entropy_T.sum() / self.real_T.sum().clamp(min=1)
+        return mean
 
     @cached_property
     def dispatch(self) -> Dispatch:
         """The filled slots sorted by expert."""
         return Dispatch.of(self.expert_ids_TK, self.num_experts)
+
+
+def ids_of_mask(mask_TE: Tensor) -> Tensor:
+    """Expert ids (T, K) of a choice given as a (T, E) bool mask, ascending in a row, K the most that any row uses."""
+    num_rows, num_experts = mask_TE.shape
+    slots = int(mask_TE.sum(1).max()) if num_rows else 0
+    # A stable sort of "unused" puts each row's experts first, in ascending order.
+    ids_TK = torch.argsort((~mask_TE).to(torch.int8), dim=1, stable=True)[:, :slots]
+    return ids_TK.masked_fill(~mask_TE.gather(1, ids_TK), num_experts)
+
+
+def gather_slots(scores_TE: Tensor, ids_TK: Tensor) -> Tensor:
+    """Scores of the chosen experts (T, K), exactly 0 (and without gradient) in empty slots."""
+    num_experts = scores_TE.shape[1]
+    picked = scores_TE.gather(1, ids_TK.clamp(max=num_experts - 1))
+    return torch.where(ids_TK < num_experts, picked, picked.new_zeros(()))
+
+
+def row_entropy(probs_TE: Tensor) -> Tensor:
+    """(T,) entropy of each row in nats, with a finite gradient also where a probability is exactly 0."""
+    log_TE = probs_TE.clamp(min=torch.finfo(probs_TE.dtype).tiny).log()
+    return -(probs_TE * log_TE).sum(-1)

@@ -20,9 +20,10 @@ def in_recompute() -> bool:
 class StepState(nn.Module):
     """A module with state that is gathered in forward and applied by :func:`end_step` once per optimizer step.
 
-    Subclasses gather in :meth:`observe`-like methods when :meth:`counting` is true, and override :meth:`end_step`.
-    Parameters and buffers stay in float32 (float64 if made so) through ``.to(torch.bfloat16)`` and ``.half()``: a bias or a
-    threshold that moves in small steps would stand still in bf16, and bf16 scores flip near ties.
+    Subclasses gather in :meth:`observe`-like methods when :meth:`counting` is true (a :class:`StepCounter` holds what
+    they gather), and override :meth:`end_step`. Parameters and buffers, those of submodules included, stay in float32
+    (float64 if made so) through ``.to(torch.bfloat16)`` and ``.half()``: a bias or a threshold that moves in small
+    steps would stand still in bf16, and bf16 scores flip near ties.
     """
 
     keeps_float32: ClassVar[bool] = True
@@ -36,38 +37,74 @@ class StepState(nn.Module):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> StepState:
         if not self.keeps_float32:
-            return super()._apply(fn, recurse)  # type: ignore[no-any-return]
-        own = [
-            (store, name, value)
-            for store in (self._parameters, self._buffers)
+            super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+            return self
+        modules = list(self.modules()) if recurse else [self]
+        before = [
+            (module, name, value.data)
+            for module in modules
+            for store in (module._parameters, module._buffers)
             for name, value in store.items()
-            if value is not None
+            if value is not None and value.dtype in (torch.float32, torch.float64)
         ]
-        before = [(store, name, value.data, value.dtype) for store, name, value in own]
-        super()._apply(fn, recurse)
-        for store, name, data, dtype in before:
-            now = store[name]
-            assert now is not None
-            if (
-                dtype.is_floating_point
-                and torch.finfo(now.dtype).bits < torch.finfo(dtype).bits
-                and torch.finfo(now.dtype).bits < 32
-            ):
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        for module, name, data in before:
+            now = getattr(module, name)
+            if now.dtype.is_floating_point and torch.finfo(now.dtype).bits < 32:
                 kept = data.to(device=now.device)
                 if isinstance(now, nn.Parameter):
-                    now.data = kept
+                    _restore(now, kept)
                 else:
-                    store[name] = kept
+                    module._buffers[name] = kept
         return self
 
 
+def _restore(parameter: nn.Parameter, data: Tensor) -> None:
+    grad = parameter.grad
+    parameter.grad = None  # a gradient must have the dtype of its parameter at every moment
+    parameter.data = data
+    if grad is not None:
+        parameter.grad = grad.to(data.dtype)
+
+
+class StepCounter:
+    """Integer sums gathered over the micro-batches of a step, then read once, summed over all ranks.
+
+    A plain attribute of its module and no buffer: a model built on the meta device has no garbage in it, a wrapper that
+    broadcasts buffers does not overwrite one rank's counts with another's, and checkpoints, written between steps, do
+    not hold it.
+
+    Args:
+        size: how many numbers.
+    """
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self._sum: Tensor | None = None
+
+    def add(self, counts: Tensor) -> None:
+        """Add ``counts`` (size,) int64."""
+        counts = counts.detach()
+        self._sum = counts.clone() if self._sum is None else self._sum.to(counts.device) + counts
+
+    def drain(self, device: torch.device) -> Tensor:
+        """The sum over micro-batches and ranks (size,) int64, on ``device``; starts again from 0.
+
+        Every rank must call it, also one that has counted nothing.
+        """
+        total = torch.zeros(self.size, dtype=torch.int64) if self._sum is None else self._sum
+        self._sum = None
+        return reduce_sum(total.to(device))
+
+
+@torch.no_grad()
 def end_step(model: nn.Module) -> None:
     """Apply, once per optimizer step, the state that every part of ``model`` gathered in forward.
 
     Call it after ``optimizer.step()``, on every rank (parts reduce what they gathered over the default process group).
 
     Args:
-        model: any module; parts that keep step state are found inside it. A part shared by several layers is called once.
+        model: any module; parts with step state are found inside it. A part shared by several layers is called once.
     """
     for module in model.modules():
         if isinstance(module, StepState):
