@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 FORMATS = ("text", "jsonl", "datasets")
+SHAKESPEARE = Path(__file__).parent / "assets" / "tinyshakespeare.txt"  # bundled: 1.1 MB, public domain
 
 
 @dataclass(frozen=True)
