@@ -22,6 +22,8 @@ from moesaic.cli.common import BAD_INPUT, FAILED, INTERRUPTED
 # `moesaic --version` and `--help` answer at once.
 COMMANDS = {
     "doctor": "moesaic.cli.doctor:doctor",
+    "methods": "moesaic.cli.methods:methods",
+    "reproduce": "moesaic.cli.reproduce:reproduce",
 }
 
 app = typer.Typer(

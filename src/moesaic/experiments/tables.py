@@ -1,0 +1,99 @@
+"""Tables of results as Markdown, and the blocks of docs pages that hold them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from moesaic.experiments.base import Metric, summarise
+from moesaic.experiments.store import row_of
+from moesaic.formats.atomic import atomic_file
+
+_BLOCK = re.compile(r"(<!-- results:(?P<slug>[\w-]+) -->\n).*?(<!-- end of results -->)", re.DOTALL)
+
+
+def results_markdown(document: Mapping[str, Any]) -> str:
+    """Table of means with spread, verdict and provenance of a results document, all computed from its rows.
+
+    Args:
+        document: what :func:`moesaic.experiments.store.read_results` returns.
+    """
+    metrics = [Metric(**entry) for entry in document["metrics"]]
+    rows = [row_of(stored) for stored in document["rows"]]
+    parts = [means_table(metrics, summarise(rows)), "", verdict_table(document["verdict"]), "", provenance(document)]
+    return "\n".join(parts) + "\n"
+
+
+def means_table(metrics: Sequence[Metric], summary: Mapping[str, Mapping[str, Mapping[str, float]]]) -> str:
+    """Arms by metrics: ``mean ± sample standard deviation``."""
+    arrows = {"lower": " ↓", "higher": " ↑", "": ""}
+    lines = [
+        "| arm | seeds | " + " | ".join(metric.label + arrows[metric.better] for metric in metrics) + " |",
+        "|---|---|" + "---|" * len(metrics),
+    ]
+    for arm, entry in summary.items():
+        cells = [_cell(entry[metric.name], metric.digits) for metric in metrics]
+        lines.append(f"| {arm} | {entry[metrics[0].name]['seeds']} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def verdict_table(verdict: Sequence[Mapping[str, Any]]) -> str:
+    """One line a criterion: statement, threshold, value with standard error, answer."""
+    lines = ["| criterion | asked | value | answer |", "|---|---|---|---|"]
+    for entry in verdict:
+        value = "–" if entry["value"] is None else f"{entry['value']:.4g}"
+        if entry["standard_error"] is not None:
+            value += f" ± {entry['standard_error']:.2g}"
+        asked = f"{entry['comparison']} {entry['threshold']:g}"
+        lines.append(f"| {entry['statement']} | {asked} | {value} | **{entry['status']}** |")
+    return "\n".join(lines)
+
+
+def provenance(document: Mapping[str, Any]) -> str:
+    """One line: command, commit, versions, CPU, seconds."""
+    versions = document["versions"] or {}
+    return (
+        f"Measured by `{document['command']}` at commit {(document['commit'] or 'unknown')[:12]},"
+        f" torch {versions.get('torch')}, {document['cpu']} ({' '.join(document['cpu_flags'] or [])}),"
+        f" {document['threads']} thread(s) a measurement, {document['seconds']:.0f} s in all."
+        " First table: mean ± standard deviation over seeds; second: value ± standard error."
+    )
+
+
+def fill_blocks(page: str, documents: Mapping[str, Mapping[str, Any]]) -> str:
+    """``page`` with what stands between ``<!-- results:SLUG -->`` and ``<!-- end of results -->`` made anew.
+
+    Args:
+        page: Markdown.
+        documents: slug -> results document.
+
+    Raises:
+        ValueError: no block, or a block of a system without results.
+    """
+    if _BLOCK.search(page) is None:
+        raise ValueError("the page has no block '<!-- results:SLUG -->' ... '<!-- end of results -->'")
+
+    def fill(match: re.Match[str]) -> str:
+        slug = match["slug"]
+        if slug not in documents:
+            raise ValueError(f"the page wants results of {slug!r}; there are results of {sorted(documents)}")
+        return f"{match[1]}\n{results_markdown(documents[slug])}\n{match[3]}"
+
+    return _BLOCK.sub(fill, page)
+
+
+def fill_page(path: Path, documents: Mapping[str, Mapping[str, Any]]) -> bool:
+    """Fill the blocks of a page on disk; whether it changed."""
+    before = path.read_text(encoding="utf-8")
+    after = fill_blocks(before, documents)
+    if after != before:
+        with atomic_file(path) as file:
+            file.write(after.encode())
+    return after != before
+
+
+def _cell(entry: Mapping[str, float], digits: int) -> str:
+    spread = f" ± {entry['std']:.{digits}f}" if entry["seeds"] > 1 else ""
+    return f"{entry['mean']:.{digits}f}{spread}"
