@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Iterable, Mapping, Sequence
 
 import torch
@@ -86,7 +87,7 @@ class RoutingStatistics:
 
     Attributes:
         layers: one entry a layer, in order.
-        coactivation: for each pair of neighbouring layers (l, l + 1) the (E_l, E_{l+1}) int64 counts of tokens that used both.
+        coactivation: for neighbouring layers (l, l + 1) the (E_l, E_{l+1}) int64 counts of tokens that used both.
         tokens: tokens of the text (padding left out).
         top_experts_LT: the first expert of each of the first tokens, layer by layer, for colouring text (-1: none).
         token_ids_T: those tokens.
@@ -118,8 +119,7 @@ def routing_statistics(
     handles = moe_layers(model)
     layers = [_empty(handle.name, handle.index, handle.num_experts, handle.top_k) for handle in handles]
     coactivation = [
-        torch.zeros(low.num_experts, high.num_experts, dtype=torch.int64)
-        for low, high in zip(layers, layers[1:], strict=False)
+        torch.zeros(low.num_experts, high.num_experts, dtype=torch.int64) for low, high in itertools.pairwise(layers)
     ]
     tokens, ids_T = 0, list[int]()
     tops: list[list[int]] = [[] for _ in layers]
@@ -132,7 +132,7 @@ def routing_statistics(
             first = _first_calls(record.calls, len(layers))
             for call in record.calls:
                 layers[call.layer.index].add(call)
-            for low, (a, b) in enumerate(zip(first, first[1:], strict=False)):
+            for low, (a, b) in enumerate(itertools.pairwise(first)):
                 if a is not None and b is not None and a.routing.num_rows == b.routing.num_rows:
                     coactivation[low] += (
                         (a.routing.mask_TE.double().T @ b.routing.mask_TE.double()).round().long().cpu()
@@ -166,7 +166,7 @@ def _first_calls(calls: Sequence[Call], count: int) -> list[Call | None]:
 
 
 def _top(call: Call | None, keep_T: Tensor, room: int) -> list[int]:
-    """Expert with the largest weight of each kept token; -1 where a token used none or the layer did not run per token."""
+    """Expert with the largest weight of each kept token; -1 where it used none or the layer did not run per token."""
     if call is None or call.routing.num_rows != keep_T.shape[0] or call.routing.slots == 0:
         return [-1] * min(room, int(keep_T.sum()))
     routing = call.routing

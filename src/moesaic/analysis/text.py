@@ -31,7 +31,7 @@ class Reading:
 
 
 def read_batches(folder: Path, model: nn.Module, text: Path | None, tokens: int, length: int) -> Reading:
-    """The first ``tokens`` tokens of a text in sequences of ``length``; the last sequence may be shorter, none is padded.
+    """The first ``tokens`` tokens of a text in sequences of ``length``; the last may be shorter, none is padded.
 
     Args:
         folder: the checkpoint, where its tokenizer.json lies.
@@ -63,7 +63,8 @@ def read_batches(folder: Path, model: nn.Module, text: Path | None, tokens: int,
         raise ValueError(f"the text holds {len(encoded)} tokens: at least 2 are needed")
     if int(encoded.max()) >= vocabulary:
         raise ValueError(
-            f"the tokenizer gives id {int(encoded.max())}, the model has {vocabulary} embeddings: tokenizer.json does not belong to it"
+            f"the tokenizer gives id {int(encoded.max())}, the model has {vocabulary} embeddings:"
+            " tokenizer.json does not belong to it"
         )
     source = "the bundled Shakespeare sample" if text is None else str(text)
     return Reading(_cut(encoded, length), source, lambda row: [tokenizer.decode([i]) for i in row])

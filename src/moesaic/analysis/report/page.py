@@ -14,6 +14,7 @@ from moesaic._version import __version__
 from moesaic.analysis.report.sections import Section
 from moesaic.formats.atomic import atomic_file
 
+POLICY = "default-src 'none';img-src data:;style-src 'unsafe-inline';script-src 'unsafe-inline'"
 STYLE = """
 :root{color-scheme:light dark;--ink:#1c1e21;--paper:#fff;--line:#d9dce1;--dim:#5d6570;--card:#f6f7f9}
 @media (prefers-color-scheme:dark){:root{--ink:#e7e9ec;--paper:#15171a;--line:#33383f;--dim:#9aa3ad;--card:#1e2125}}
@@ -55,7 +56,7 @@ def render_page(title: str, note: str, sections: list[Section]) -> str:
     body = "\n".join(_section(section) for section in sections)
     return f"""<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width,initial-scale=1">
-<meta http-equiv="Content-Security-Policy" content="default-src 'none';img-src data:;style-src 'unsafe-inline';script-src 'unsafe-inline'">
+<meta http-equiv="Content-Security-Policy" content="{POLICY}">
 <title>{html.escape(title)} · moesaic</title><link rel="icon" href="data:,"><style>{STYLE}</style></head><body><main>
 <h1>{html.escape(title)}</h1><p class="dim">{html.escape(note)}</p><nav>{links}</nav>
 {body}
@@ -65,14 +66,19 @@ def render_page(title: str, note: str, sections: list[Section]) -> str:
 
 def _section(section: Section) -> str:
     figures = "".join(
-        f'<figure><img alt="{html.escape(name)}" src="data:image/png;base64,{base64.b64encode(figure_png(figure)).decode()}"></figure>'
+        f'<figure><img alt="{html.escape(name)}" src="data:image/png;base64,{_base64(figure)}"></figure>'
         for name, figure in section.figures.items()
     )
-    return f'<section id="{html.escape(section.slug)}"><h2>{html.escape(section.title)}</h2>{section.html}{figures}</section>'
+    title = html.escape(section.title)
+    return f'<section id="{html.escape(section.slug)}"><h2>{title}</h2>{section.html}{figures}</section>'
+
+
+def _base64(figure: Figure) -> str:
+    return base64.b64encode(figure_png(figure)).decode()
 
 
 def write_report(path: Path, title: str, note: str, sections: list[Section]) -> list[Path]:
-    """Write the page to ``path`` and each figure beside it as ``<stem>-<section>-<figure>.png``; all through temporary names.
+    """Write the page to ``path`` and each figure beside it as ``<stem>-<section>-<figure>.png``, each whole or not.
 
     Returns:
         The files written, the page first.

@@ -112,18 +112,26 @@ def sharpness(subject: Subject) -> Section | None:
     right.set(xlabel="rank of the expert", ylabel="mean probability", title="sorted score profile", yscale="log")
     if len(layers) <= 8:
         right.legend(fontsize=8)
-    heads = "<tr><th>layer</th><th>entropy, nats</th><th>of uniform</th><th>experts per token</th><th>first expert's share</th></tr>"
-    rows = "".join(
-        f"<tr><td>{html.escape(layer.name)}</td><td>{entropy:.3f}</td><td>{entropy / math.log(max(layer.num_experts, 2)):.0%}</td>"
-        f"<td>{layer.active_per_token():.2f}</td><td>{(layer.mean_profile() or [0.0])[0]:.1%}</td></tr>"
-        for layer, entropy in zip(layers, entropies, strict=True)
-    )
+    names = ("layer", "entropy, nats", "of uniform", "experts per token", "first expert's share")
+    heads = "<tr>" + "".join(f"<th>{name}</th>" for name in names) + "</tr>"
+    rows = "".join(_sharpness_row(layer, entropy) for layer, entropy in zip(layers, entropies, strict=True))
     data = {
         "entropy": {layer.index: layer.mean_entropy() for layer in layers},
         "profile": {layer.index: layer.mean_profile() for layer in layers},
         "active_per_token": {layer.index: layer.active_per_token() for layer in layers},
     }
     return Section("sharpness", "How sure the routers are", _table(heads + rows), data, {"profile": figure})
+
+
+def _sharpness_row(layer: LayerStatistics, entropy: float) -> str:
+    cells = (
+        html.escape(layer.name),
+        f"{entropy:.3f}",
+        f"{entropy / math.log(max(layer.num_experts, 2)):.0%}",
+        f"{layer.active_per_token():.2f}",
+        f"{(layer.mean_profile() or [0.0])[0]:.1%}",
+    )
+    return "<tr>" + "".join(f"<td>{cell}</td>" for cell in cells) + "</tr>"
 
 
 @register_section("coactivation", order=40)

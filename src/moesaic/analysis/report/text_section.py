@@ -31,8 +31,9 @@ def coloured_text(subject: Subject) -> Section | None:
     payload = json.dumps({"experts": [row[:count] for row in experts], "names": names}).replace("<", "\\u003c")
     body = (
         f"<p>The first {count} tokens; colour is the expert with the largest weight. Hover a token for its number.</p>"
-        f'<label>layer <span id="layer-name"></span><br><input id="layer" type="range" min="0" max="{len(experts) - 1}" value="0"'
-        f' aria-label="MoE layer"></label><div class="text" id="coloured">{spans}</div>'
+        f'<label>layer <span id="layer-name"></span><br><input id="layer" type="range" min="0"'
+        f' max="{len(experts) - 1}" value="0" aria-label="MoE layer"></label>'
+        f'<div class="text" id="coloured">{spans}</div>'
         f'<script type="application/json" id="experts">{payload}</script><script>{SCRIPT}</script>'
     )
     data = {"tokens": subject.tokens[:count], "experts": [row[:count] for row in experts]}
