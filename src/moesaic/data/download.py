@@ -50,7 +50,9 @@ class DataFile:
         return _RAW_URL.format(repo=match["repo"], commit=match["commit"], path=quote(match["path"]))
 
 
-def fetch(name: str, *, mirror: str | os.PathLike[str] | None = None, cache_dir: str | os.PathLike[str] | None = None) -> Path:
+def fetch(
+    name: str, *, mirror: str | os.PathLike[str] | None = None, cache_dir: str | os.PathLike[str] | None = None
+) -> Path:
     """Path of a data file whose checksum has been verified, downloaded on first use.
 
     Looked up in this order: the mirror, the cache folder, the file's own URL. A mirror is a folder or an ``http(s)``
@@ -101,7 +103,9 @@ def registry() -> dict[str, DataFile]:
     text = resources.files("moesaic.data").joinpath("registry.csv").read_text(encoding="utf-8")
     rows = csv.DictReader(text.splitlines())
     return {
-        row["file"]: DataFile(row["file"], int(row["bytes"]), row["sha256"], row["source"], row["licence"], row["used_by"])
+        row["file"]: DataFile(
+            row["file"], int(row["bytes"]), row["sha256"], row["source"], row["licence"], row["used_by"]
+        )
         for row in rows
     }
 
@@ -115,7 +119,9 @@ def sha256_of(path: str | os.PathLike[str]) -> str:
 def _from_folder(folder: Path, entry: DataFile) -> Path:
     path = folder / PurePosixPath(entry.name)
     if not path.is_file():
-        raise FileNotFoundError(f"{path} does not exist: the mirror MOESAIC_DATA={folder} lacks {entry.name}; unset it to download")
+        raise FileNotFoundError(
+            f"{path} does not exist: the mirror {folder} lacks {entry.name}; unset MOESAIC_DATA to download it"
+        )
     found = sha256_of(path)
     if found != entry.sha256:
         raise ValueError(f"{path} has sha256 {found}, the registry says {entry.sha256}: replace the file")
@@ -125,4 +131,6 @@ def _from_folder(folder: Path, entry: DataFile) -> Path:
 def _near(name: str) -> str:
     folder = name.split("/", 1)[0]
     same = sorted(known for known in registry() if known.startswith(folder + "/"))
-    return f"{folder}/: {', '.join(same)}" if same else f"the folders {sorted({k.split('/', 1)[0] for k in registry()})}"
+    return (
+        f"{folder}/: {', '.join(same)}" if same else f"the folders {sorted({k.split('/', 1)[0] for k in registry()})}"
+    )

@@ -54,7 +54,7 @@ def table_names() -> list[str]:
 
 
 def load_table(name: str) -> Table:
-    """Fetch and read one anomaly-detection table (ADBench, arXiv:2206.09426, and a few of the ODDS and UCI collections).
+    """Fetch and read one anomaly-detection table (ADBench, arXiv:2206.09426, and a few of ODDS and UCI).
 
     Args:
         name: one of :func:`table_names`, such as ``"wine"``.
@@ -106,7 +106,9 @@ def one_class_split(table: Table, *, shuffle: bool = False, seed: int = 0) -> On
     """
     normal, anomalous = np.flatnonzero(table.labels == 0), np.flatnonzero(table.labels == 1)
     if len(normal) < 4 or len(anomalous) < 1:
-        raise ValueError(f"{table.name} has {len(normal)} normal rows and {len(anomalous)} anomalies; a split needs 4 and 1")
+        raise ValueError(
+            f"{table.name} has {len(normal)} normal rows and {len(anomalous)} anomalies; a split needs 4 and 1"
+        )
     if shuffle:
         normal = np.random.default_rng(seed).permutation(normal)
     half = len(normal) // 2

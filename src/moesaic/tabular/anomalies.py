@@ -10,6 +10,7 @@ from numpy.typing import ArrayLike, NDArray
 from sklearn.cluster import KMeans
 
 Matrix = NDArray[np.float64]
+Ids = NDArray[np.int64]
 
 
 class PseudoAnomalySampler:
@@ -45,7 +46,7 @@ class PseudoAnomalySampler:
         }
         unknown = [name for name in strategies if name not in self._generators]
         if unknown or not strategies:
-            raise ValueError(f"strategies is {tuple(strategies)}; it must name at least one of {tuple(self._generators)}")
+            raise ValueError(f"strategies is {tuple(strategies)}; it must name some of {tuple(self._generators)}")
         if not 0.0 <= mask_prob <= 1.0:
             raise ValueError(f"mask_prob is {mask_prob}; it must lie in [0, 1]")
         if gaussian_alpha < 0.0:
@@ -75,11 +76,13 @@ class PseudoAnomalySampler:
     def _gaussian(self, rows_TD: Matrix, n: int, rng: np.random.Generator) -> Matrix:
         spread_D = rows_TD.std(0)
         spread_D[spread_D == 0] = 1.0
-        return rows_TD.mean(0) + self.gaussian_alpha * spread_D * rng.standard_normal((n, rows_TD.shape[1]))
+        noise_TD = self.gaussian_alpha * spread_D * rng.standard_normal((n, rows_TD.shape[1]))
+        return np.asarray(rows_TD.mean(0) + noise_TD)
 
     def _mask(self, rows_TD: Matrix, n: int, rng: np.random.Generator) -> Matrix:
         picked = rows_TD[rng.integers(len(rows_TD), size=n)]
-        return np.where(rng.random(picked.shape) < self.mask_prob, 0.0, picked)
+        picked[rng.random(picked.shape) < self.mask_prob] = 0.0
+        return picked
 
 
 def _extrapolate(rows_TD: Matrix, n: int, rng: np.random.Generator) -> Matrix:
@@ -97,13 +100,15 @@ def _uniform(rows_TD: Matrix, n: int, rng: np.random.Generator) -> Matrix:
     return rng.uniform(rows_TD.min(0), rows_TD.max(0), size=(n, rows_TD.shape[1]))
 
 
-def _pairs(rows: int, n: int, rng: np.random.Generator) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+def _pairs(rows: int, n: int, rng: np.random.Generator) -> tuple[Ids, Ids]:
     """Random ordered pairs of different rows."""
     first = rng.integers(rows, size=n)
     return first, (first + rng.integers(1, rows, size=n)) % rows
 
 
-def _pairs_across_clusters(rows_TD: Matrix, n: int, rng: np.random.Generator) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+def _pairs_across_clusters(
+    rows_TD: Matrix, n: int, rng: np.random.Generator
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Pairs from different clusters; random pairs where the table is too small or too uniform to have clusters."""
     distinct = len(np.unique(rows_TD, axis=0))
     clusters = min(5, len(rows_TD) // 20, distinct)

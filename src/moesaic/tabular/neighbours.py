@@ -99,7 +99,9 @@ class TorchIndex(NeighbourIndex):
     def _search(self, centred_TD: Matrix, k: int) -> Ids:
         queries_TD = torch.from_numpy(np.ascontiguousarray(centred_TD)).to(self.device)
         step = max(1, _CHUNK_FLOATS // len(self.stored_TD))
-        found = [torch.cdist(part, self.stored_TD).topk(k, largest=False).indices for part in queries_TD.split(step)]
+        found = [
+            torch.cdist(part, self.stored_TD).topk(k, largest=False).indices for part in torch.split(queries_TD, step)
+        ]
         return torch.cat(found).cpu().numpy()
 
 

@@ -145,7 +145,9 @@ class GatedViewMoE(nn.Module):
         """Scores, views and weights of rows."""
         config = self.config
         if profile_TEK.dim() != 3 or profile_TEK.shape[1] != len(config.views):
-            raise ValueError(f"profile_TEK has shape {tuple(profile_TEK.shape)}; it must be (T, {len(config.views)}, k)")
+            raise ValueError(
+                f"profile_TEK has shape {tuple(profile_TEK.shape)}; it must be (T, {len(config.views)}, k)"
+            )
         if not 1 <= profile_TEK.shape[2] <= config.ranks:
             raise ValueError(f"profile_TEK has {profile_TEK.shape[2]} ranks; this network reads 1..{config.ranks}")
         read = [self.experts[0 if config.shared_expert else e](profile_TEK[:, e]) for e in range(len(config.views))]

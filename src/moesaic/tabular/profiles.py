@@ -19,14 +19,15 @@ _POOLED = 10_000_000
 
 
 class MultiViewDistanceEncoder:
-    r"""Sorted distances to the nearest context rows, in several views, each on the scale of the context's own distances.
+    r"""Sorted distances to the nearest context rows, in several views, on the scale of the context's own distances.
 
     arXiv:2603.14407. In view m a row x has the distances :math:`d_1 \le \dots \le d_k` to its k nearest context rows,
     and its profile is
 
     .. math:: \hat d_j = F_m(d_j),
 
-    with :math:`F_m` the distribution function of the distances among context rows, all ranks pooled, a row itself left out.
+    with :math:`F_m` the distribution function of the distances among context rows, all ranks pooled, a row itself left
+    out.
 
     Args:
         views: names out of ``VIEWS``.
@@ -35,8 +36,8 @@ class MultiViewDistanceEncoder:
         n_jobs: threads of the neighbour search, where the backend takes them.
 
     Shapes:
-        rows (n, d) -> profile (n, M, k), float32 in [0, 1], ascending along k; M is the number of views (axis E elsewhere:
-        each view has its expert).
+        rows (n, d) -> profile (n, M, k), float32 in [0, 1], ascending along k; M is the number of views (the axis E of
+        the tensors' names: each view has its expert).
 
     Raises:
         ValueError: unknown or no views, k below 1, an unknown backend; later, rows that do not fit.
@@ -64,10 +65,12 @@ class MultiViewDistanceEncoder:
         return self
 
     def fit_context(self, context: ArrayLike) -> Profile:
-        """:meth:`fit`, and the context's own profiles from the same neighbour search (n, M, k), each row itself left out."""
+        """:meth:`fit`, and the context's own profiles (n, M, k) from the same search, each row itself left out."""
         context_TD = self._rows(context, "context")
         if len(context_TD) < 2:
-            raise ValueError(f"context has {len(context_TD)} row(s) (n_samples = {len(context_TD)}); at least 2 are needed")
+            raise ValueError(
+                f"context has {len(context_TD)} row(s) (n_samples = {len(context_TD)}); at least 2 are needed"
+            )
         self.k_ = min(self.k, len(context_TD) - 1)
         self.width_ = context_TD.shape[1]
         self.transforms_: list[View] = []
@@ -88,7 +91,7 @@ class MultiViewDistanceEncoder:
         return profile_TEK
 
     def context_profile(self) -> Profile:
-        """The fitted context's own profiles, each row itself left out; searches again (:meth:`fit_context` does both at once)."""
+        """The context's own profiles, each row itself left out; searches again, unlike :meth:`fit_context`."""
         self._fitted()
         columns = []
         for index, scale in zip(self.indexes_, self.scales_):
@@ -118,7 +121,7 @@ class MultiViewDistanceEncoder:
         return profile_TEK
 
     def neighbours(self, rows: ArrayLike, *, leave_out_self: bool = False) -> Iterator[tuple[Matrix, Matrix]]:
-        """Per view the rows in its space (n, d) and their neighbours there (n, k, d), for explanations of a few rows."""
+        """Per view the rows in its space (n, d) and their neighbours there (n, k, d): for explaining a few rows."""
         for index, rows_TD in zip(self.indexes_, self.to_views(rows)):
             skip = int(leave_out_self)
             ids_TK = index.query(rows_TD, self.k_ + skip)[1][:, skip:]
@@ -135,14 +138,18 @@ class MultiViewDistanceEncoder:
             raise ValueError(f"{name} has shape {rows_TD.shape}; it must be (n, d) with at least one column")
         if not np.isfinite(rows_TD).all():
             bad = np.argwhere(~np.isfinite(rows_TD))[0]
-            raise ValueError(f"{name} holds {rows_TD[tuple(bad)]} in row {bad[0]}, column {bad[1]}; values must be finite")
+            raise ValueError(
+                f"{name} holds {rows_TD[tuple(bad)]} in row {bad[0]}, column {bad[1]}; values must be finite"
+            )
         return rows_TD
 
 
 def _fit_scale(distance_TK: Matrix) -> Any:
     """The distribution function of all finite distances, as a map to [0, 1]."""
     pooled = distance_TK.reshape(-1, 1)[:: 1 + distance_TK.size // _POOLED]
-    return QuantileTransformer(n_quantiles=min(1000, len(pooled)), output_distribution="uniform", subsample=None).fit(pooled)
+    return QuantileTransformer(n_quantiles=min(1000, len(pooled)), output_distribution="uniform", subsample=None).fit(
+        pooled
+    )
 
 
 def _apply_scale(scale: Any, distance_TK: Matrix) -> Profile:

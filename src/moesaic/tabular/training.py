@@ -55,8 +55,8 @@ def source_task(
         config: names the views and the number of neighbours.
         sampler: makes the pseudo-anomalies.
         rng: source of all randomness.
-        joint: False (the paper's code) draws pseudo-anomalies in each view's own space, so that row i of one view and row i of
-            another are different points; True draws them once in raw space and carries them into all views.
+        joint: False (the paper's code) draws pseudo-anomalies in each view's own space, so that row i of one view and
+            row i of another are different points; True draws them once in raw space and carries them into all views.
         backend: of the neighbour search.
 
     Raises:
@@ -70,7 +70,7 @@ def source_task(
     else:
         views = [sampler.sample(view_TD, len(rows_TD), rng) for view_TD in encoder.to_views(rows_TD)]
     profile_TEK = np.concatenate([normal_TEK, encoder.profiles_of(views)])
-    label_T = np.repeat(np.float32([0.0, 1.0]), len(rows_TD))
+    label_T = np.repeat(np.array([0.0, 1.0], dtype=np.float32), len(rows_TD))
     return SourceTask(torch.from_numpy(profile_TEK), torch.from_numpy(label_T))
 
 
@@ -84,14 +84,14 @@ def pretrain(
     lr: float = 5e-4,
     weight_decay: float = 2e-5,
     gate_entropy_weight: float = 0.0,
-    chunk_rows: int = 256,
+    chunk_rows: int = 64,
     seed: int = 1,
     backend: str = "sklearn",
     progress: Callable[[int, float], None] | None = None,
 ) -> GatedViewMoE:
     """Train the one network on source tables (arXiv:2603.14407).
 
-    An epoch takes one full-batch step per table in random order: with the paper's 7 tables and 15 epochs 105 steps in all.
+    An epoch takes one full-batch step per table in random order: with the paper's 7 tables and 15 epochs 105 in all.
     Profiles and pseudo-anomalies are made once. The loss is that of :func:`accumulate_loss`.
 
     Args:
@@ -124,7 +124,9 @@ def pretrain(
         losses = []
         for number in rng.permutation(len(tasks)):
             optimizer.zero_grad()
-            losses.append(accumulate_loss(model, tasks[number], chunk_rows=chunk_rows, gate_entropy_weight=gate_entropy_weight))
+            losses.append(
+                accumulate_loss(model, tasks[number], chunk_rows=chunk_rows, gate_entropy_weight=gate_entropy_weight)
+            )
             optimizer.step()
         mean = sum(losses) / len(losses)
         logger.info("epoch %d of %d: mean loss %.4f", epoch, epochs, mean)
@@ -133,14 +135,16 @@ def pretrain(
     return model.eval()
 
 
-def accumulate_loss(model: GatedViewMoE, task: SourceTask, *, chunk_rows: int = 256, gate_entropy_weight: float = 0.0) -> float:
+def accumulate_loss(
+    model: GatedViewMoE, task: SourceTask, *, chunk_rows: int = 64, gate_entropy_weight: float = 0.0
+) -> float:
     r"""Add the full-batch gradient of the loss to the parameters, a chunk of rows at a time; returns the loss.
 
     .. math:: L = \frac1n \sum_i (s_i - y_i)^2 + \lambda \frac1n \sum_i \sum_m g_{im} \log g_{im}
 
-    Means over rows split exactly: each chunk weighs its share of the rows. The entropy term is ours: the paper's abstract
-    speaks of entropy-regularised gating, its code has none, hence the default 0; a positive weight keeps one view from
-    taking over.
+    Means over rows split exactly: each chunk weighs its share of the rows. The entropy term is ours: the paper's
+    abstract speaks of entropy-regularised gating, its code has none, hence the default 0; a positive weight keeps one
+    view from taking over.
 
     Args:
         model: accumulates into its gradients.
@@ -157,7 +161,7 @@ def accumulate_loss(model: GatedViewMoE, task: SourceTask, *, chunk_rows: int = 
         raise ValueError(f"gate_entropy_weight is {gate_entropy_weight}; it must be at least 0")
     rows = len(task.label_T)
     total = 0.0
-    for profile_TEK, label_T in zip(task.profile_TEK.split(chunk_rows), task.label_T.split(chunk_rows)):
+    for profile_TEK, label_T in zip(torch.split(task.profile_TEK, chunk_rows), torch.split(task.label_T, chunk_rows)):
         out = model(profile_TEK)
         loss = (out.score_T - label_T.to(out.score_T.dtype)).square().sum() / rows
         if gate_entropy_weight:
@@ -179,7 +183,9 @@ def save_network(model: GatedViewMoE, path: str | os.PathLike[str], metadata: Ma
     header = {**(metadata or {}), "format": _FORMAT, "config": json.dumps(model.config.to_dict())}
     part = target.with_name(f".{target.name}.{os.getpid()}.part")
     try:
-        save_file({name: value.detach().contiguous() for name, value in model.state_dict().items()}, part, metadata=header)
+        save_file(
+            {name: value.detach().contiguous() for name, value in model.state_dict().items()}, part, metadata=header
+        )
         part.replace(target)
     finally:
         part.unlink(missing_ok=True)
@@ -199,7 +205,9 @@ def load_network(path: str | os.PathLike[str]) -> GatedViewMoE:
     except SafetensorError as error:
         raise ValueError(f"{path} is not a safetensors file: {error}") from error
     if header.get("format") != _FORMAT:
-        raise ValueError(f"{path} has the format {header.get('format')!r}, expected {_FORMAT!r}: it holds something else")
+        raise ValueError(
+            f"{path} has the format {header.get('format')!r}, expected {_FORMAT!r}: it holds something else"
+        )
     model = GatedViewMoE(NetworkConfig(**json.loads(header["config"])))
     try:
         model.load_state_dict(tensors)

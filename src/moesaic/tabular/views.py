@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 from sklearn.preprocessing import QuantileTransformer
 
 Matrix = NDArray[np.float64]
+Exponents = NDArray[np.signedinteger[Any]]
 
 # Squares of values below this bound, summed over any width, stay finite.
 _LARGEST = 1e150
@@ -17,8 +19,8 @@ _LARGEST = 1e150
 class View(ABC):
     """A transformation fitted on the context rows alone; every column on its own.
 
-    Values of any finite size are accepted: columns are scaled by powers of two first, which is exact, and rows far outside
-    the context are clipped at 1e150 so that their distances stay finite.
+    Values of any finite size are accepted: columns are scaled by powers of two first, which is exact, and rows far
+    outside the context are clipped at 1e150 so that their distances stay finite.
     """
 
     def fit(self, context_TD: Matrix) -> View:
@@ -33,8 +35,9 @@ class View(ABC):
             out = self._transform(self._scaled(rows_TD))
         return np.clip(out, -_LARGEST, _LARGEST, out=out)
 
-    def _exponents(self, context_TD: Matrix) -> NDArray[np.int_]:
-        return np.frexp(np.abs(context_TD).max(0))[1]
+    def _exponents(self, context_TD: Matrix) -> Exponents:
+        exponent_D: Exponents = np.frexp(np.abs(context_TD).max(0))[1]
+        return exponent_D
 
     def _scaled(self, rows_TD: Matrix) -> Matrix:
         with np.errstate(over="ignore"):
@@ -52,8 +55,9 @@ class View(ABC):
 class RawView(View):
     """The columns as they are, up to one power of two for all of them, which neighbour profiles do not see."""
 
-    def _exponents(self, context_TD: Matrix) -> NDArray[np.int_]:
-        return np.frexp(np.abs(context_TD).max(keepdims=True)[0])[1]
+    def _exponents(self, context_TD: Matrix) -> Exponents:
+        exponent_1: Exponents = np.frexp(np.abs(context_TD).max(keepdims=True)[0])[1]
+        return exponent_1
 
     def _fit(self, scaled_TD: Matrix) -> None:
         pass
@@ -70,7 +74,7 @@ class StandardView(View):
         self.scale_D = _or_one(scaled_TD.std(0), scaled_TD)
 
     def _transform(self, scaled_TD: Matrix) -> Matrix:
-        return (scaled_TD - self.mean_D) / self.scale_D
+        return np.asarray((scaled_TD - self.mean_D) / self.scale_D)
 
 
 class MinMaxView(View):
@@ -81,7 +85,7 @@ class MinMaxView(View):
         self.range_D = _or_one(scaled_TD.max(0) - self.low_D, scaled_TD)
 
     def _transform(self, scaled_TD: Matrix) -> Matrix:
-        return (scaled_TD - self.low_D) / self.range_D
+        return np.asarray((scaled_TD - self.low_D) / self.range_D)
 
 
 class QuantileView(View):
