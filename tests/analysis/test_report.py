@@ -7,12 +7,12 @@ import re
 
 import pytest
 import torch
-from tests.conftest import require
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from moesaic.analysis.report import Subject, build_sections, render_page, write_report
 from moesaic.analysis.report.sections import _builders, register_section
 from moesaic.analysis.statistics import parameter_count, routing_statistics
+from tests.conftest import require
 
 NASTY = [
     "</script><script>alert(1)</script>",
