@@ -345,3 +345,24 @@ METHODS: tuple[Method, ...] = (
         "a gate that sees only the robot's genotype, evolved with its body",
     ),
 )
+
+
+def systems_map(links: str) -> str:
+    """The systems by what they change, as Markdown: what is there links to its page, the rest says that it is planned.
+
+    Args:
+        links: folder of the method pages, as seen from the page that shows the map.
+    """
+    order = list(dict.fromkeys(method.changes for method in METHODS))
+    lines = ["| changes | systems |", "|---|---|"]
+    for folder in order:
+        cells = []
+        for method in METHODS:
+            if method.changes != folder:
+                continue
+            if method.status == "ready":
+                cells.append(f"[**{method.slug}**]({links}{method.slug}.md): {method.summary}")
+            else:
+                cells.append(f"{method.slug}: {method.summary} *(planned)*")
+        lines.append(f"| `{folder}` | {'<br>'.join(cells)} |")
+    return "\n".join(lines) + "\n"
