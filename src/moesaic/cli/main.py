@@ -22,6 +22,7 @@ from moesaic.cli.common import BAD_INPUT, FAILED, INTERRUPTED
 # `moesaic --version` and `--help` answer at once.
 COMMANDS = {
     "doctor": "moesaic.cli.doctor:doctor",
+    "inspect": "moesaic.cli.inspect:inspect",
     "methods": "moesaic.cli.methods:methods",
     "reproduce": "moesaic.cli.reproduce:reproduce",
 }
