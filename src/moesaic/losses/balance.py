@@ -18,8 +18,8 @@ def balance_loss(routing: Routing, *, load_E: Tensor | None = None, group_T: Ten
     .. math:: L = E \sum_e f_e P_e, \qquad f_e = \frac{n_e}{\sum_j n_j}, \qquad P_e = \frac{1}{T} \sum_t p_{t,e}
 
     with the load :math:`n_e` (no gradient) and the probabilities p of the T real rows. It is 1 at uniform loads or
-    uniform probabilities, and E where one expert takes every row with probability 1 (E / K where K experts take every row in
-    equal parts).
+    uniform probabilities, and E where one expert takes every row with probability 1 (E / K where K experts take every
+    row in equal parts).
 
     Args:
         routing: needs logits.
@@ -42,7 +42,9 @@ def balance_loss(routing: Routing, *, load_E: Tensor | None = None, group_T: Ten
     if load_E is not None:
         raise ValueError("balance_loss takes load_E or group_T, not both")
     if group_T.shape != (routing.num_rows,):
-        raise ValueError(f"group_T must have one entry for each of {routing.num_rows} decisions, got {group_T.shape}")
+        raise ValueError(
+            f"group_T must have one entry for each of {routing.num_rows} decisions, got {tuple(group_T.shape)}"
+        )
     names, index_T = torch.unique(group_T, return_inverse=True)
     loads_GE = _sum_groups(_counts(routing), index_T, names.numel())
     rows_G = _sum_groups(routing.real_T.to(torch.int64), index_T, names.numel())
