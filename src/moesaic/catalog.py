@@ -80,7 +80,7 @@ METHODS: tuple[Method, ...] = (
             "routing:DynamicTopPRouter",
             "routing:TopPRouter",
             "routing:PIThresholdController",
-            "routing:share_controller",
+            "routing:share_controllers",
         ),
         "moesaic.experiments.dtop_p",
     ),

@@ -27,7 +27,9 @@ def test_rows_summary_and_verdict_are_stored(tmp_path: Path) -> None:
     assert document["verdict"][0]["status"] == "met"
     assert document["verdict"][0]["value"] == pytest.approx(-0.2)
     assert document["rows"][0]["curves"]["trace"][1] == pytest.approx(losses[0] / 2)
-    assert document["versions"]["torch"] and document["cpu"] and document["command"] == "moesaic reproduce toy"
+    assert document["versions"]["torch"]
+    assert document["cpu"]
+    assert document["command"] == "moesaic reproduce toy"
     assert (tmp_path / "toy.png").read_bytes().startswith(b"\x89PNG")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["toy.json", "toy.png"]
 
@@ -52,7 +54,8 @@ def test_each_measurement_is_stored_as_it_finishes_and_a_rerun_resumes(tmp_path:
     assert len(read_results(tmp_path / "toy.json")["rows"]) == 3
     document = run.reproduce(toy(measure=dying), tmp_path, jobs=1)
     assert len(document["rows"]) == 6
-    assert len(calls) == 7 and len(set(calls)) == 6  # only the one that died ran twice
+    assert len(calls) == 7
+    assert len(set(calls)) == 6
     run.reproduce(toy(measure=dying), tmp_path, jobs=1)
     assert len(calls) == 7
 
@@ -95,7 +98,8 @@ def test_a_new_arm_joins_without_running_the_others_again(tmp_path: Path) -> Non
 
     arms = (*toy().arms, Arm("third", {"shift": 0.1}))
     document = run.reproduce(toy(arms=arms, measure=counted), tmp_path, jobs=1)
-    assert calls == [0.1] * 3 and set(document["summary"]) == {"ours", "baseline", "third"}
+    assert calls == [0.1] * 3
+    assert set(document["summary"]) == {"ours", "baseline", "third"}
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"schema": 1}', '{"schema": 99, "rows": []}'])
@@ -190,7 +194,8 @@ def test_seeds_without_all_arms_are_left_out_and_none_is_inconclusive() -> None:
     del rows[1]["b"]
     assert set(judge(DIFFERENCE, rows)["per_seed"]) == {"0", "2"}
     found = judge(DIFFERENCE, {0: {"a": {"x": 1.0}}})
-    assert found["value"] is None and found["status"] == "inconclusive"
+    assert found["value"] is None
+    assert found["status"] == "inconclusive"
 
 
 def test_bad_criteria_and_metrics_are_refused() -> None:
@@ -205,10 +210,14 @@ def test_bad_criteria_and_metrics_are_refused() -> None:
 def test_tables_and_blocks(tmp_path: Path) -> None:
     document = run.reproduce(toy(), tmp_path, jobs=1, command="moesaic reproduce toy")
     text = results_markdown(document)
-    assert "| ours | 3 | 0.8" in text and "**met**" in text and "loss (nats) ↓" in text
+    assert "| ours | 3 | 0.8" in text
+    assert "**met**" in text
+    assert "loss (nats) ↓" in text
     page = "# Toy\n<!-- results:toy -->\nold\n<!-- end of results -->\nend\n"
     filled = fill_blocks(page, {"toy": document})
-    assert text in filled and "old" not in filled and filled.endswith("end\n")
+    assert text in filled
+    assert "old" not in filled
+    assert filled.endswith("end\n")
     assert fill_blocks(filled, {"toy": document}) == filled
     with pytest.raises(ValueError, match="results of 'toy'"):
         fill_blocks(page, {})
@@ -220,4 +229,5 @@ def test_compact_json_is_json_with_lists_on_one_line() -> None:
     value = {"a": [1, 2.5, 'x"\\ü'], "b": {"c": [], "d": [[1, 2], [3]]}, "e": None, "f": "ü"}
     text = compact_json(value)
     assert json.loads(text) == value
-    assert '[1, 2.5, "x' in text and "\n   1" not in text
+    assert '[1, 2.5, "x' in text
+    assert "\n   1" not in text

@@ -4,22 +4,36 @@ from moesaic.routing.checks import checks
 from moesaic.routing.context import Context
 from moesaic.routing.cosine import CosineRouter
 from moesaic.routing.dispatch import Dispatch
+from moesaic.routing.dynamic_top_p import (
+    DynamicTopPRouter,
+    TopPRouter,
+    normalize_router_logits,
+    share_controllers,
+    top_p_select,
+)
 from moesaic.routing.expert_choice import ExpertChoiceRouter
 from moesaic.routing.parameters import ParameterSpec, parameter_specs
+from moesaic.routing.principal_subspace import PrincipalSubspaceRouter, test_time_adaptation
 from moesaic.routing.relu import L1Controller, ReLURouter
 from moesaic.routing.router import Router
 from moesaic.routing.routing import Routing
 from moesaic.routing.selection import TopKSelection
 from moesaic.routing.state import StepCounter, StepState, end_step
+from moesaic.routing.subspace import GHASubspace
+from moesaic.routing.threshold_controller import PIThresholdController
 from moesaic.routing.top_k import TopKRouter
 
 __all__ = [
     "Context",
     "CosineRouter",
     "Dispatch",
+    "DynamicTopPRouter",
     "ExpertChoiceRouter",
+    "GHASubspace",
     "L1Controller",
+    "PIThresholdController",
     "ParameterSpec",
+    "PrincipalSubspaceRouter",
     "ReLURouter",
     "Router",
     "Routing",
@@ -27,7 +41,12 @@ __all__ = [
     "StepState",
     "TopKRouter",
     "TopKSelection",
+    "TopPRouter",
     "checks",
     "end_step",
+    "normalize_router_logits",
     "parameter_specs",
+    "share_controllers",
+    "test_time_adaptation",
+    "top_p_select",
 ]
