@@ -31,7 +31,8 @@ class ReLURouter(Router):
     with T the real rows of the micro-batch, no gradient through :math:`f_e` (1 without ``balance``), and
     :math:`\lambda` from an :class:`L1Controller`, once per optimizer step. The term is ``routing.losses["relu_l1"]``.
     The paper averages over layers too; the adaptive coefficient takes such constant factors up. A row may use no
-    expert.
+    expert. Rows that are symmetric about 0 keep half of the experts whatever the coefficient: logits fall only along a
+    direction that rows share.
 
     Args:
         dim: model width D.
