@@ -55,7 +55,7 @@ class Experts(nn.Module):
         raise NotImplementedError(f"{type(self).__name__} does not define rows")
 
     def weights(self, ids: Sequence[int] | None = None) -> dict[str, Tensor]:
-        """Weights of the experts ``ids`` (all by default), name -> (len(ids), ...): the one place where they are read."""
+        """Weights of the experts ``ids`` (all by default), name -> (len(ids), ...): the one place they are read."""
         raise NotImplementedError(f"{type(self).__name__} does not define weights")
 
     def outputs(self, x_TD: Tensor, routing: Routing, context: Context) -> Tensor:
@@ -65,9 +65,10 @@ class Experts(nn.Module):
         return dispatch.slots(y_NO).view(*routing.expert_ids_TK.shape, self.out_dim)
 
     def combine(self, outputs_TKO: Tensor, routing: Routing) -> Tensor:
-        """Weighted sum over slots, in slot order: (T, K, O) -> (T, O)."""
-        weights_TK = routing.weights_TK.to(outputs_TKO.dtype)
-        return (outputs_TKO * weights_TK[..., None]).sum(1)
+        """Weighted sum over slots, in slot order: (T, K, O) -> (T, O); in float32 where the outputs have less."""
+        low = outputs_TKO.dtype in (torch.bfloat16, torch.float16)
+        weights_TK = routing.weights_TK.to(torch.float32 if low else outputs_TKO.dtype)
+        return (outputs_TKO * weights_TK[..., None]).sum(1).to(outputs_TKO.dtype)
 
     def forward(self, x_TD: Tensor, routing: Routing, context: Context | None = None) -> Tensor:
         """Dispatch, compute and combine."""
