@@ -76,7 +76,8 @@ class PackedTokens:
             raise ValueError(f"length must be at least 1, got {length}")
         if len(self) < length + 1:
             raise ValueError(
-                f"the text has {len(self)} tokens, a window of length {length} needs {length + 1}: give more text or a shorter length"
+                f"the text has {len(self)} tokens, a window of length {length} needs {length + 1}:"
+                " give more text or a shorter length"
             )
         return max(1, (len(self) - length) // length)
 

@@ -95,7 +95,8 @@ def _decode(path: Path) -> str:
     except UnicodeDecodeError as error:
         line = data.count(b"\n", 0, error.start) + 1
         raise ValueError(
-            f"{path} is not UTF-8: byte 0x{data[error.start]:02x} at position {error.start} (line {line}); convert it first"
+            f"{path} is not UTF-8: byte 0x{data[error.start]:02x} at position {error.start} (line {line});"
+            " convert it first"
         ) from error
 
 

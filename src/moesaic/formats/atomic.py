@@ -47,7 +47,7 @@ def atomic_folder(path: str | os.PathLike[str]) -> Iterator[Path]:
     """A temporary folder beside ``path``; on success its files are flushed to disk and it is renamed to ``path``.
 
     Args:
-        path: the folder to make; it must not exist (give each version a name of its own and remove the old one afterwards).
+        path: the folder to make; it must not exist (name each version anew, remove the old one afterwards).
 
     Yields:
         The temporary folder to write into.

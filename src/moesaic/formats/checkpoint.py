@@ -90,7 +90,7 @@ def save_checkpoint(
         raise ValueError(f"step must be at least 0, got {step}")
     root = Path(root)
     target = root / f"step-{step:08d}"
-    if target.exists():  # the same step again, after a resume: identical by construction, but an unreadable one is replaced
+    if target.exists():  # the same step again, after a resume: identical by construction unless damaged
         try:
             verify_checkpoint(target)
         except ValueError:
@@ -160,7 +160,8 @@ def verify_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
         raise ValueError(f"{manifest_file} does not describe a {FORMAT}")
     if manifest["version"] > FORMAT_VERSION:
         raise ValueError(
-            f"{path} has format version {manifest['version']}, this moesaic reads up to {FORMAT_VERSION}: install a newer one"
+            f"{path} has format version {manifest['version']}, this moesaic reads up to {FORMAT_VERSION}:"
+            " install a newer one"
         )
     for name, facts in manifest["files"].items():
         file = path / name
@@ -175,7 +176,7 @@ def verify_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
 
 def unshared(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Drop tied tensors after their first name, which safetensors cannot hold twice."""
-    seen: set[tuple[int, int, tuple[int, ...]]] = set()
+    seen: set[tuple[object, ...]] = set()
     kept = {}
     for name, tensor in tensors.items():
         place = (tensor.data_ptr(), tensor.storage_offset(), tuple(tensor.shape))

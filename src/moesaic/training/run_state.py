@@ -1,0 +1,234 @@
+"""Everything a run needs to go on exactly where it was: gathered into a checkpoint, put back from one."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from moesaic.data.packing import PackedTokens
+from moesaic.formats.checkpoint import Checkpoint, unshared
+from moesaic.routing import StepState
+from moesaic.training.averaging import WeightAverage
+from moesaic.training.config import TrainConfig
+from moesaic.training.optimizers import Optimizers
+from moesaic.training.statistics import ExpertMovement, LoadTable
+
+# What may differ between a run and its resumption: how long, how often and where; nothing that changes a step. A longer
+# ``steps`` stretches the schedule from there on.
+_MAY_CHANGE = frozenset({"steps", "seconds", "log_every", "eval_every", "eval_batches", "save_every", "keep"})
+
+
+@dataclass
+class Position:
+    """Where a run stands.
+
+    Attributes:
+        step: optimizer steps taken.
+        stage: index of the batch-shape stage.
+        stage_start: step at which it began; batches are numbered from there.
+        tokens: targets trained on.
+        elapsed: seconds of training, those before a resume included.
+        loss_sum, loss_steps: since the last logged line.
+        last_loss: mean loss of the last logged line, None before the first.
+        eval_loss, best_eval: of the last and of the best evaluation.
+        failed_saves: checkpoints that could not be written.
+    """
+
+    step: int = 0
+    stage: int = 0
+    stage_start: int = 0
+    tokens: int = 0
+    elapsed: float = 0.0
+    loss_sum: float = 0.0
+    loss_steps: int = 0
+    last_loss: float | None = None
+    eval_loss: float | None = None
+    best_eval: float | None = None
+    failed_saves: list[str] = field(default_factory=list)
+
+
+@dataclass
+class RunState:
+    """All moving parts of a run.
+
+    Attributes:
+        model, optimizers, average, loads, movement: see their classes; ``average`` is None until it starts.
+        position: where the run stands.
+    """
+
+    model: nn.Module
+    optimizers: Optimizers
+    loads: LoadTable
+    movement: ExpertMovement
+    position: Position = field(default_factory=Position)
+    average: WeightAverage | None = None
+
+    def parts(self) -> dict[str, dict[str, Tensor]]:
+        """Tensors for :func:`moesaic.formats.checkpoint.save_checkpoint`, one entry a file.
+
+        Raises:
+            FloatingPointError: weights that are not finite; such a checkpoint would replace a good one.
+        """
+        weights = self.model.state_dict()
+        for name, value in weights.items():
+            if value.is_floating_point() and not bool(torch.isfinite(value).all()):
+                raise FloatingPointError(f"weights are not finite: {name}")
+        return {
+            "model": unshared(weights),
+            "optimizer": self.optimizers.state_tensors(),
+            "average": {} if self.average is None else self.average.average,
+            "state": {**_hidden_buffers(self.model), **_random_states()},
+            "routing": self.loads.tensors(),
+            "start": self.movement.start,
+        }
+
+    def meta(self, config: TrainConfig, data: str, metrics_offset: int) -> dict[str, Any]:
+        """JSON beside the tensors."""
+        return {
+            "position": dataclasses.asdict(self.position),
+            "config": dataclasses.asdict(config),
+            "data": data,
+            "metrics_offset": metrics_offset,
+            "averaging": self.average is not None,
+            "python_state": _python_state(self.model),
+        }
+
+    def restore(self, checkpoint: Checkpoint, new_average: Callable[[], WeightAverage]) -> None:
+        """Put everything back.
+
+        Args:
+            checkpoint: verified.
+            new_average: makes an average, called when the checkpoint has one.
+
+        Raises:
+            ValueError: tensors that do not fit this model.
+        """
+        load_weights(self.model, checkpoint.tensors("model"), str(checkpoint.path / "model.safetensors"))
+        self.optimizers.load_state_tensors(checkpoint.tensors("optimizer"))
+        if checkpoint.meta["averaging"]:
+            self.average = new_average()
+            self.average.load(checkpoint.tensors("average"))
+        state = checkpoint.tensors("state")
+        _restore_hidden_buffers(self.model, state)
+        _restore_random_states(state)
+        _restore_python_state(self.model, checkpoint.meta["python_state"])
+        self.loads.load(checkpoint.tensors("routing"))
+        start = checkpoint.tensors("start")
+        start.pop("__empty__", None)
+        self.movement.start = start
+        self.position = Position(**checkpoint.meta["position"])
+
+
+def check_same_run(checkpoint: Checkpoint, config: TrainConfig, data: str) -> None:
+    """Refuse to go on with another text or other training settings.
+
+    Raises:
+        ValueError: what differs, with both values.
+    """
+    if checkpoint.meta["data"] != data:
+        raise ValueError(
+            f"{checkpoint.path} was trained on other tokens (fingerprint {checkpoint.meta['data']}, now {data}):"
+            " resume with the same text and tokenizer"
+        )
+    now, then = dataclasses.asdict(config), checkpoint.meta["config"]
+    for key, value in now.items():
+        if key not in _MAY_CHANGE and _plain(value) != _plain(then.get(key)):
+            raise ValueError(
+                f"train.{key} is {value!r}, {checkpoint.path} was trained with {then.get(key)!r}: resume with the same"
+                f" value (only {sorted(_MAY_CHANGE)} may change)"
+            )
+
+
+def load_weights(model: nn.Module, tensors: Mapping[str, Tensor], source: str) -> None:
+    """Load a state dict in which tied tensors are stored once.
+
+    Raises:
+        ValueError: missing, unexpected or wrongly shaped tensors, named.
+    """
+    own = model.state_dict()
+    tied = set(own) - set(unshared(own))
+    missing = sorted(set(own) - set(tensors) - tied)
+    unexpected = sorted(set(tensors) - set(own) - {"__empty__"})
+    shapes = sorted(name for name in set(own) & set(tensors) if own[name].shape != tensors[name].shape)
+    for problem, names in (("lacks", missing), ("has unknown", unexpected), ("has other shapes of", shapes)):
+        if names:
+            raise ValueError(f"{source} {problem} {len(names)} tensors of this model, such as {names[:3]}")
+    with torch.no_grad():
+        for name, value in tensors.items():
+            if name in own:
+                own[name].copy_(value)
+
+
+def data_fingerprint(tokens: PackedTokens) -> str:
+    """Short digest of a token stream."""
+    return hashlib.blake2b(tokens.tokens.numpy().tobytes(), digest_size=8).hexdigest()
+
+
+def _hidden_buffers(model: nn.Module) -> dict[str, Tensor]:
+    """Buffers of step state that a state dict leaves out."""
+    return {
+        f"buffer/{prefix}.{name}": buffer
+        for prefix, module in model.named_modules()
+        if isinstance(module, StepState)
+        for name, buffer in module.named_buffers(recurse=False)
+        if name in module._non_persistent_buffers_set
+    }
+
+
+def _restore_hidden_buffers(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
+    now = _hidden_buffers(model)
+    saved = {name for name in tensors if name.startswith("buffer/")}
+    if saved != set(now):
+        raise ValueError(f"the checkpoint's step state does not fit the model: {sorted(saved ^ set(now))[:5]}")
+    for name, buffer in now.items():
+        buffer.copy_(tensors[name])
+
+
+def _python_state(model: nn.Module) -> dict[str, dict[str, float]]:
+    """Plain numbers that step state keeps as attributes (a step counter, a coefficient that adapts)."""
+    state = {}
+    for prefix, module in model.named_modules():
+        if isinstance(module, StepState):
+            numbers = {
+                name: value
+                for name, value in vars(module).items()
+                if isinstance(value, (int, float)) and name != "training"
+            }
+            if numbers:
+                state[prefix] = numbers
+    return state
+
+
+def _restore_python_state(model: nn.Module, state: Mapping[str, Mapping[str, float]]) -> None:
+    modules = dict(model.named_modules())
+    for prefix, numbers in state.items():
+        if prefix not in modules:
+            raise ValueError(f"the checkpoint's step state does not fit the model: it has no {prefix!r}")
+        for name, value in numbers.items():
+            setattr(modules[prefix], name, value)
+
+
+def _random_states() -> dict[str, Tensor]:
+    states = {"random/cpu": torch.get_rng_state()}
+    if torch.cuda.is_available():
+        states["random/cuda"] = torch.cuda.get_rng_state()
+    return states
+
+
+def _restore_random_states(tensors: Mapping[str, Tensor]) -> None:
+    torch.set_rng_state(tensors["random/cpu"])
+    if "random/cuda" in tensors and torch.cuda.is_available():
+        torch.cuda.set_rng_state(tensors["random/cuda"])
+
+
+def _plain(value: Any) -> Any:
+    """Tuples as lists, as JSON keeps them."""
+    if isinstance(value, Mapping):
+        return {key: _plain(item) for key, item in value.items()}
+    return [_plain(item) for item in value] if isinstance(value, (list, tuple)) else value
