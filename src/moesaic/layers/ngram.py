@@ -43,6 +43,8 @@ class NgramEmbedding(nn.Module):
         ValueError: no order, an order out of range or named twice, sizes below 1.
     """
 
+    sparse_parameters = ("table_RD",)  # their gradients are sparse; optimizers are chosen by it
+
     def __init__(self, dim: int, orders: Sequence[int], rows: int) -> None:
         super().__init__()
         if dim < 1 or rows < 1:
