@@ -21,7 +21,8 @@ class NeighbourIndex(ABC):
 
     Distances are invariant to a shift, so rows are stored minus their mean: the expansion |x|^2 - 2xy + |y|^2, by which
     blocks of distances are computed fast, then loses least. Distances of the rows found are computed again from
-    differences, hence exact, and exactly 0 between equal rows.
+    differences, hence 0 between equal rows, and rounded to float32's 24 bits: distances that are equal but for rounding
+    become equal, which matters where they are ranked (tables of small integers have few different distances).
     """
 
     def fit(self, rows_TD: Matrix) -> NeighbourIndex:
@@ -53,7 +54,7 @@ class NeighbourIndex(ABC):
             difference_TKD = self.rows_TD[found_TK] - centred_TD[:, None, :]
             squared_TK = np.einsum("tkd,tkd->tk", difference_TKD, difference_TKD)
             order_TK = np.argsort(squared_TK, axis=1, kind="stable")
-            distance_TK[chunk] = np.sqrt(np.take_along_axis(squared_TK, order_TK, 1))
+            distance_TK[chunk] = _rounded(np.sqrt(np.take_along_axis(squared_TK, order_TK, 1)))
             ids_TK[chunk] = np.take_along_axis(found_TK, order_TK, 1)
         return distance_TK, ids_TK
 
@@ -156,3 +157,9 @@ def make_index(backend: str, n_jobs: int | None = None) -> NeighbourIndex:
     if backend == "faiss":
         return FaissIndex()
     raise ValueError(f"backend is {backend!r}; it must be one of {BACKENDS}")
+
+
+def _rounded(values: Matrix) -> Matrix:
+    """Values with 24 significant bits at any exponent of float64."""
+    mantissa, exponent = np.frexp(values)
+    return np.asarray(np.ldexp(np.round(mantissa * 2.0**24) * 2.0**-24, exponent))

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
-from sklearn.preprocessing import QuantileTransformer
 
 from moesaic.tabular.neighbours import BACKENDS, NeighbourIndex, make_index
+from moesaic.tabular.ranks import RankMap
 from moesaic.tabular.views import VIEWS, Matrix, View
 
 Profile = NDArray[np.float32]
@@ -75,7 +74,7 @@ class MultiViewDistanceEncoder:
         self.width_ = context_TD.shape[1]
         self.transforms_: list[View] = []
         self.indexes_: list[NeighbourIndex] = []
-        self.scales_: list[Any] = []
+        self.scales_: list[RankMap] = []
         profile_TEK = np.empty((len(context_TD), len(self.views), self.k_), dtype=np.float32)
         for number, name in enumerate(self.views):
             view = VIEWS[name]().fit(context_TD)
@@ -144,17 +143,13 @@ class MultiViewDistanceEncoder:
         return rows_TD
 
 
-def _fit_scale(distance_TK: Matrix) -> Any:
-    """The distribution function of all finite distances, as a map to [0, 1]."""
-    pooled = distance_TK.reshape(-1, 1)[:: 1 + distance_TK.size // _POOLED]
-    return QuantileTransformer(n_quantiles=min(1000, len(pooled)), output_distribution="uniform", subsample=None).fit(
-        pooled
-    )
+def _fit_scale(distance_TK: Matrix) -> RankMap:
+    """The distribution function of all distances."""
+    return RankMap().fit(distance_TK.reshape(-1)[:: 1 + distance_TK.size // _POOLED])
 
 
-def _apply_scale(scale: Any, distance_TK: Matrix) -> Profile:
-    out = scale.transform(distance_TK.reshape(-1, 1)).reshape(distance_TK.shape)
-    return np.asarray(out, dtype=np.float32)
+def _apply_scale(scale: RankMap, distance_TK: Matrix) -> Profile:
+    return scale.transform(distance_TK).astype(np.float32)
 
 
 def _chunks(rows: int, size: int = 8192) -> Iterator[slice]:

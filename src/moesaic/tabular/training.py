@@ -8,21 +8,25 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import resources
-from pathlib import Path
 
 import numpy as np
 import torch
 from numpy.typing import ArrayLike
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors.torch import save
 from torch import Tensor
 
+from moesaic.formats.atomic import atomic_file
 from moesaic.tabular.anomalies import PseudoAnomalySampler
 from moesaic.tabular.network import GatedViewMoE, NetworkConfig
 from moesaic.tabular.profiles import MultiViewDistanceEncoder
 
 logger = logging.getLogger("moesaic.tabular")
 
+SOURCE_TABLES = ("vertebral", "annthyroid", "comm.and.crime", "Cardiotocography", "wine", "imgseg", "satellite")
+"""The paper's source tables, names of :func:`moesaic.data.tables.load_table`."""
+
+ASSET = "one-for-all.safetensors"
 _FORMAT = "moesaic.tabular.GatedViewMoE/1"
 
 
@@ -172,23 +176,17 @@ def accumulate_loss(
 
 
 def save_network(model: GatedViewMoE, path: str | os.PathLike[str], metadata: Mapping[str, str] | None = None) -> None:
-    """Write a network to a safetensors file: to a temporary name first, then renamed.
+    """Write a network to a safetensors file.
 
     Args:
         model: the network.
         path: where to.
         metadata: more strings for the file's header, such as what it was trained on.
     """
-    target = Path(path)
     header = {**(metadata or {}), "format": _FORMAT, "config": json.dumps(model.config.to_dict())}
-    part = target.with_name(f".{target.name}.{os.getpid()}.part")
-    try:
-        save_file(
-            {name: value.detach().contiguous() for name, value in model.state_dict().items()}, part, metadata=header
-        )
-        part.replace(target)
-    finally:
-        part.unlink(missing_ok=True)
+    tensors = {name: value.detach().contiguous() for name, value in model.state_dict().items()}
+    with atomic_file(path) as file:
+        file.write(save(tensors, metadata=header))
 
 
 def load_network(path: str | os.PathLike[str]) -> GatedViewMoE:
@@ -218,5 +216,5 @@ def load_network(path: str | os.PathLike[str]) -> GatedViewMoE:
 
 def pretrained_network() -> GatedViewMoE:
     """The network that ships with the package (its card lies beside it: ``assets/CARD.md``)."""
-    with resources.as_file(resources.files("moesaic.tabular").joinpath("assets", "one-for-all.safetensors")) as path:
+    with resources.as_file(resources.files("moesaic.tabular").joinpath("assets", ASSET)) as path:
         return load_network(path)

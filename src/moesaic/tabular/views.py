@@ -7,13 +7,19 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from sklearn.preprocessing import QuantileTransformer
+from scipy.special import ndtri
+
+from moesaic.tabular.ranks import RankMap
 
 Matrix = NDArray[np.float64]
 Exponents = NDArray[np.signedinteger[Any]]
 
 # Squares of values below this bound, summed over any width, stay finite.
 _LARGEST = 1e150
+# Beside a largest value near 1 this is 0; slopes between such values would overflow.
+_SMALLEST = 1e-100
+# Ranks nearer to 0 or 1 than this are taken for it, as in scikit-learn's QuantileTransformer.
+_TAIL = 1e-7
 
 
 class View(ABC):
@@ -41,7 +47,9 @@ class View(ABC):
 
     def _scaled(self, rows_TD: Matrix) -> Matrix:
         with np.errstate(over="ignore"):
-            return np.clip(np.ldexp(rows_TD, -self.exponent_D), -_LARGEST, _LARGEST)
+            scaled_TD = np.clip(np.ldexp(rows_TD, -self.exponent_D), -_LARGEST, _LARGEST)
+        scaled_TD[np.abs(scaled_TD) < _SMALLEST] = 0.0
+        return scaled_TD
 
     @abstractmethod
     def _fit(self, scaled_TD: Matrix) -> None:
@@ -89,16 +97,14 @@ class MinMaxView(View):
 
 
 class QuantileView(View):
-    """Ranks mapped to a standard normal per column: 1000 quantiles, or as many as there are rows."""
+    """Ranks mapped to a standard normal per column, at most 5.2 standard deviations out."""
 
     def _fit(self, scaled_TD: Matrix) -> None:
-        # subsample=None: with sampling the map would depend on the order of the rows.
-        self.map = QuantileTransformer(
-            n_quantiles=min(1000, len(scaled_TD)), output_distribution="normal", subsample=None
-        ).fit(scaled_TD)
+        self.maps = [RankMap().fit(column) for column in scaled_TD.T]
 
     def _transform(self, scaled_TD: Matrix) -> Matrix:
-        return np.asarray(self.map.transform(scaled_TD), dtype=np.float64)
+        ranks_TD = np.stack([rank.transform(column) for rank, column in zip(self.maps, scaled_TD.T)], axis=1)
+        return np.asarray(ndtri(np.clip(ranks_TD, _TAIL, 1.0 - _TAIL)))
 
 
 VIEWS: dict[str, type[View]] = {"raw": RawView, "std": StandardView, "minmax": MinMaxView, "quantile": QuantileView}
