@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from moesaic.routing import Context, Routing
+from moesaic.routing.state import in_recompute
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -71,18 +72,70 @@ class Intervention(Protocol):
 
 
 _open: ContextVar[tuple[Intervention, ...]] = ContextVar("moesaic_interventions", default=())
+_everywhere: list[Intervention] = []
 
 
 @contextmanager
 def opened(intervention: Intervention) -> Iterator[None]:
     """Keep ``intervention`` open inside the block; those opened later (inner) act first."""
     token = _open.set((*_open.get(), intervention))
+    _everywhere.append(intervention)
     try:
         yield
     finally:
+        _everywhere.remove(intervention)
         _open.reset(token)
 
 
 def concerning(module: nn.Module) -> list[tuple[Intervention, Any]]:
-    """Open interventions that concern ``module``, inner first, each with its handle."""
-    return [(item, handle) for item in reversed(_open.get()) if (handle := item.handle_of(module)) is not None]
+    """Open interventions that concern ``module``, inner first, each with its handle.
+
+    Backward on an accelerator runs in threads of its own, which see no context variables: what is recomputed there is
+    given every open intervention of the process, else it would be computed without the overrides of the first pass.
+    """
+    items = _open.get()
+    if not items and _everywhere and in_recompute():
+        items = tuple(_everywhere)
+    return [(item, handle) for item in reversed(items) if (handle := item.handle_of(module)) is not None]
+
+
+def decide(
+    found: list[tuple[Intervention, Any]],
+    x_TD: Tensor,
+    context: Context,
+    routing: Routing,
+    router: nn.Module | None,
+    chooser: Callable[[Tensor | None, Tensor | None], Routing],
+) -> tuple[Routing, list[tuple[Intervention, Call]]]:
+    """Ask every intervention in turn; each sees the routing that the one before it decided on.
+
+    Args:
+        found: from :func:`concerning`.
+        x_TD: (T, D) input of the layer.
+        context: what is known beside it.
+        routing: the routing about to be used.
+        router: the module that made it.
+        chooser: what ``call.choose`` does.
+
+    Returns:
+        The routing to use (the same object when nobody changed it), and each intervention's call, for its output.
+
+    Raises:
+        TypeError: an override that returned no Routing.
+        ValueError: one that returned other rows or experts.
+    """
+    calls: list[tuple[Intervention, Call]] = []
+    for intervention, handle in found:
+        call = Call(handle, x_TD, context, routing, router, chooser)
+        changed = intervention.route(call)
+        if changed is not routing:
+            if not isinstance(changed, Routing):
+                raise TypeError(f"an override must return a Routing, got {type(changed).__name__}")
+            if changed.num_rows != routing.num_rows or changed.num_experts != routing.num_experts:
+                raise ValueError(
+                    f"an override returned {changed.num_rows} rows over {changed.num_experts} experts,"
+                    f" the layer has {routing.num_rows} rows over {routing.num_experts}"
+                )
+            routing = changed
+        calls.append((intervention, call))
+    return routing, calls

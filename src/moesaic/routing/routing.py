@@ -14,7 +14,7 @@ from torch import Tensor
 from moesaic.routing.checks import checking
 from moesaic.routing.dispatch import Dispatch
 
-SCORE_FUNCTIONS = ("softmax", "sigmoid", "relu")
+SCORE_FUNCTIONS = ("softmax", "sigmoid", "relu", "sqrt_softplus")
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -215,7 +215,11 @@ class Routing:
         if self.score_function == "softmax":
             probs = logits.softmax(-1)
         else:
-            scores = logits.sigmoid() if self.score_function == "sigmoid" else logits.relu()
+            scores = {
+            "sigmoid": torch.sigmoid,
+            "relu": torch.relu,
+            "sqrt_softplus": lambda values: torch.nn.functional.softplus(values).sqrt(),
+        }[self.score_function](logits)
             total = scores.sum(-1, keepdim=True)
             probs = scores / torch.where(total > 0, total, 1.0)
         return probs if padded is None else probs.masked_fill(padded, 0.0)

@@ -1,0 +1,157 @@
+"""A foreign bank of experts, read and written in one convention whatever its layout."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from moesaic.routing import Context, Routing
+
+
+class ForeignExperts:
+    """Contract 2 over a stacked bank of transformers: the module stays what it is, this reads, writes and runs it.
+
+    Args:
+        module: the module with ``gate_up_proj`` (or ``up_proj``) and ``down_proj`` of three axes.
+        name: its path in the model, for messages.
+
+    Raises:
+        ValueError: parameters whose shapes do not say one layout.
+    """
+
+    def __init__(self, module: nn.Module, name: str) -> None:
+        self.module = module
+        self.name = name
+        self.has_gate = bool(getattr(module, "has_gate", hasattr(module, "gate_up_proj")))
+        self.transposed = bool(getattr(module, "is_transposed", False))
+        self.concatenated = bool(getattr(module, "is_concatenated", True))
+        first, down = self._first, self._parameter("down_proj")
+        self.num_experts = int(down.shape[0])
+        self.width = int(down.shape[1 if self.transposed else 2])
+        self.out_dim = int(down.shape[2 if self.transposed else 1])
+        self.dim = int(first.shape[1 if self.transposed else 2])
+        rows = int(first.shape[2 if self.transposed else 1])
+        if rows != (2 if self.has_gate else 1) * self.width:
+            raise ValueError(
+                f"{name}: {self._first_name} {tuple(first.shape)} and down_proj {tuple(down.shape)} do not fit one layout"
+                f" (is_transposed={self.transposed}, has_gate={self.has_gate})"
+            )
+
+    @property
+    def _first_name(self) -> str:
+        return "gate_up_proj" if self.has_gate else "up_proj"
+
+    @property
+    def _first(self) -> Tensor:
+        return self._parameter(self._first_name)
+
+    def _parameter(self, name: str) -> Tensor:
+        value = getattr(self.module, name, None)
+        if not isinstance(value, Tensor):
+            raise ValueError(f"{self.name} ({type(self.module).__name__}) has no tensor {name}")
+        return value
+
+    def weights(self, ids: Sequence[int] | None = None) -> dict[str, Tensor]:
+        """Weights of the experts ``ids`` (all by default).
+
+        Returns:
+            ``gate`` and ``up`` (n, F, D) (no ``gate`` where the experts have none), ``down`` (n, D, F), and where the bank has
+            them ``gate_bias``, ``up_bias`` (n, F) and ``down_bias`` (n, D). Views of the parameters for all experts, with
+            their gradient; copies for some.
+
+        Raises:
+            IndexError: an id outside 0..E-1.
+        """
+        return {name: view if ids is None else view[self._index(ids, view)] for name, view in self._views().items()}
+
+    @torch.no_grad()
+    def write(self, expert: int, values: Mapping[str, Tensor]) -> None:
+        """Replace weights of one expert, under the names and shapes of :meth:`weights` without the first axis.
+
+        Raises:
+            ValueError: a name that this bank has not, or another shape.
+            IndexError: an id outside 0..E-1.
+        """
+        views = self._views()
+        for name, value in values.items():
+            if name not in views:
+                raise ValueError(f"{self.name} has no {name!r}; it has {sorted(views)}")
+            row = views[name][self._index([expert], views[name])[0]]
+            if value.shape != row.shape:
+                raise ValueError(
+                    f"{name} of an expert of {self.name} has shape {tuple(row.shape)}, got {tuple(value.shape)}"
+                )
+            row.copy_(value)
+
+    def _views(self) -> dict[str, Tensor]:
+        axis = 2 if self.transposed else 1
+        experts = slice(0, self.num_experts)  # identity experts have rows here without a function
+        first, down = self._first[experts], self._parameter("down_proj")
+        halves = self._halves(first, axis)
+        if self.transposed:
+            halves = {name: half.transpose(1, 2) for name, half in halves.items()}
+            down = down.transpose(1, 2)
+        found = {**halves, "down": down}
+        for name in (f"{self._first_name}_bias", "down_proj_bias"):
+            bias = getattr(self.module, name, None)
+            if isinstance(bias, Tensor):
+                parts = {"down": bias} if name.startswith("down") else self._halves(bias, 1)
+                found.update({f"{part}_bias": value for part, value in parts.items()})
+        return found
+
+    def _halves(self, stacked: Tensor, axis: int) -> dict[str, Tensor]:
+        if not self.has_gate:
+            return {"up": stacked}
+        if self.concatenated:
+            return {"gate": stacked.narrow(axis, 0, self.width), "up": stacked.narrow(axis, self.width, self.width)}
+        every_second = [slice(None)] * axis
+        return {
+            "gate": stacked[(*every_second, slice(0, None, 2))],
+            "up": stacked[(*every_second, slice(1, None, 2))],
+        }
+
+    def _index(self, ids: Sequence[int], like: Tensor) -> Tensor:
+        bad = [i for i in ids if not 0 <= i < self.num_experts]
+        if bad:
+            raise IndexError(f"{self.name} has experts 0..{self.num_experts - 1}, got {bad[0]}")
+        return torch.tensor(list(ids), dtype=torch.int64, device=like.device)
+
+    def outputs(self, x_TD: Tensor, routing: Routing, context: Context | None = None) -> Tensor:
+        """Unweighted outputs slot by slot, (T, K, O); exactly zero in empty slots."""
+        per_slot = []
+        for slot in range(routing.slots):
+            ids = routing.expert_ids_TK[:, slot]
+            one = Routing(ids[:, None], (ids < routing.num_experts).to(x_TD.dtype)[:, None], routing.num_experts)
+            per_slot.append(self(x_TD, one, context))
+        if not per_slot:
+            return x_TD.new_zeros((x_TD.shape[0], 0, self.out_dim))
+        return torch.stack(per_slot, 1)
+
+    def __call__(self, x_TD: Tensor, routing: Routing, context: Context | None = None) -> Tensor:
+        """The routed sum as the bank itself computes it, (T, O); the block's factor, if any, is part of the weights."""
+        ids, weights = fill_empty(routing)
+        y_TO: Tensor = self.module(x_TD, ids, weights.to(x_TD.dtype))
+        empty_T = (routing.active_T == 0)[:, None]
+        return torch.where(empty_T, torch.zeros_like(y_TO), y_TO)
+
+
+def fill_empty(routing: Routing, spare_T: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Ids and weights that any bank can run: an empty slot repeats an expert of its row, with weight 0.
+
+    Banks of transformers differ in what they do with the id E: some skip it, some crash, some compute garbage. Repeating an
+    expert of the same row runs no expert that the row would not run anyway, so the weight 0 is exact.
+
+    Args:
+        routing: what is to be run.
+        spare_T: (T,) expert for rows with only empty slots; 0 by default.
+    """
+    ids, weights = routing.expert_ids_TK, routing.weights_TK
+    if routing.slots == 0:
+        ids = ids.new_full((routing.num_rows, 1), routing.num_experts)
+        weights = weights.new_zeros((routing.num_rows, 1))
+    used_T = ids.amin(1) if ids.numel() else ids.new_zeros(ids.shape[0])
+    spare = torch.zeros_like(used_T) if spare_T is None else spare_T
+    used_T = torch.where(used_T < routing.num_experts, used_T, spare)
+    return torch.where(ids < routing.num_experts, ids, used_T[:, None]), weights
