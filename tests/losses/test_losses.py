@@ -263,11 +263,13 @@ def test_global_scope_counts_a_recomputed_block_once() -> None:
             y, routing = layer(x)
             return y, routing.losses["balance_global"]
 
+        values = []
         for seed in range(3):
             x = rows(20, seed=seed).requires_grad_()
             y, loss = checkpoint(block, x, use_reentrant=False) if recompute else block(x)
             (y.square().mean() + loss).backward()
-        return [parameter.grad for parameter in layer.parameters() if parameter.grad is not None]
+            values.append(loss.detach())
+        return values + [parameter.grad for parameter in layer.parameters() if parameter.grad is not None]
 
     for plain, again in zip(run(False), run(True), strict=True):
         torch.testing.assert_close(plain, again, rtol=1e-6, atol=1e-8)
