@@ -12,8 +12,8 @@ from torch import Tensor
 class Activation(ABC):
     """The nonlinearity of a feed-forward expert: ``h = act(up)``, or ``h = act(gate, up)`` where ``gated``.
 
-    :meth:`value` and :meth:`gradient` serve hand-written backward passes; calling the object is the plain differentiable
-    form. Zero must map to zero: narrower experts are padded with it.
+    :meth:`value` and :meth:`gradient` serve hand-written backward passes; calling the object is the plain
+    differentiable form. Zero must map to zero: narrower experts are padded with it.
     """
 
     name: str

@@ -127,11 +127,11 @@ class FFNExperts(Experts):
         return self._rows(x_ND, counts, hidden_only=False)
 
     def hidden(self, x_ND: Tensor, counts: Sequence[int], context: Context) -> Tensor:
-        """(N, D) rows sorted by expert -> (N, F) activations before the down projection; zero beyond an expert's width."""
+        """(N, D) rows sorted by expert -> (N, F) before the down projection; zero beyond an expert's width."""
         return self._rows(x_ND, counts, hidden_only=True)
 
     def weights(self, ids: Sequence[int] | None = None) -> dict[str, Tensor]:
-        """``gate``, ``up`` (n, F, D), ``down`` (n, O, F) and, with biases, ``gate_bias``, ``up_bias``, ``down_bias`` of experts ``ids``."""
+        """``gate``, ``up`` (n, F, D), ``down`` (n, O, F) of experts ``ids``, and their biases (``gate_bias`` ...)."""
         found = {
             "gate": self.gate_EFD,
             "up": self.up_EFD,
@@ -153,7 +153,7 @@ class FFNExperts(Experts):
         gate_EFD, linear = bank.gate_EFD, nn.functional.linear
         done = []
         # Experts without rows take part with none: their gradient is zero, not missing.
-        for expert, x in enumerate(x_ND.split(list(counts))):
+        for expert, x in enumerate(x_ND.split_with_sizes(list(counts))):
             width = bank.width(expert)
 
             def cut(p: Tensor | None, expert: int = expert, width: int = width) -> Tensor | None:
@@ -185,7 +185,8 @@ class FFNExperts(Experts):
             return parameters.to(dtype), x.to(dtype)
         if x.dtype != self.up_EFD.dtype:
             raise ValueError(
-                f"{type(self).__name__}: x is {x.dtype} and the experts are {self.up_EFD.dtype}: cast one of them, or open torch.autocast"
+                f"{type(self).__name__}: x is {x.dtype}, the experts are {self.up_EFD.dtype}: cast one of them,"
+                " or open torch.autocast"
             )
         return parameters, x
 
@@ -202,4 +203,5 @@ class FFNExperts(Experts):
     def extra_repr(self) -> str:
         """What ``print`` shows."""
         widths = "" if self.widths is None else f", widths={self.widths}"
-        return f"{self.dim}, {self.width}, {self.num_experts}, activation={self.activation.name!r}, out_dim={self.out_dim}{widths}"
+        sizes = f"{self.dim}, {self.width}, {self.num_experts}, out_dim={self.out_dim}"
+        return f"{sizes}, activation={self.activation.name!r}{widths}"

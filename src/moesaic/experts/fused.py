@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -46,10 +46,17 @@ class Parameters:
             self.down_bias_EO,
         )
 
+    @classmethod
+    def stacked(cls, tensors: Sequence[Tensor | None], widths: tuple[int, ...] | None) -> Parameters:
+        """From what :meth:`tensors` gives."""
+        up_EFD, down_EOF, gate_EFD, up_bias_EF, gate_bias_EF, down_bias_EO = tensors
+        assert up_EFD is not None and down_EOF is not None
+        return cls(up_EFD, down_EOF, gate_EFD, up_bias_EF, gate_bias_EF, down_bias_EO, widths)
+
     def to(self, dtype: torch.dtype) -> Parameters:
         """The same in another dtype, with gradient."""
         cast = [None if p is None else p.to(dtype) for p in self.tensors()]
-        return Parameters(*cast, widths=self.widths)  # type: ignore[arg-type]
+        return Parameters.stacked(cast, self.widths)
 
     def width(self, expert: int) -> int:
         """Hidden units of one expert."""
@@ -176,7 +183,7 @@ class _FusedFFN(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_TD: Tensor, weights_TK: Tensor, plan: _Plan, *tensors: Tensor | None) -> Tensor:
         with torch.autocast(x_TD.device.type, enabled=False):
-            parameters = Parameters(*tensors, widths=plan.widths)  # type: ignore[arg-type]
+            parameters = Parameters.stacked(tensors, plan.widths)
             y_TO, kept = _forward(x_TD, weights_TK, plan, parameters)
         ctx.plan = plan
         ctx.save_for_backward(x_TD, weights_TK, *tensors, *kept)
@@ -187,7 +194,7 @@ class _FusedFFN(torch.autograd.Function):
     def backward(ctx: Any, dy_TO: Tensor) -> tuple[Tensor | None, ...]:
         x_TD, weights_TK, *rest = ctx.saved_tensors
         needs_x, needs_weights, _, *needs = ctx.needs_input_grad
-        parameters = Parameters(*rest[:6], widths=ctx.plan.widths)
+        parameters = Parameters.stacked(rest[:6], ctx.plan.widths)
         with torch.autocast(x_TD.device.type, enabled=False):
             backward = _Backward(x_TD, weights_TK, ctx.plan, parameters, needs_x, needs_weights, needs)
             kept = iter(rest[6:])

@@ -9,7 +9,7 @@ from moesaic.experts.activations import Activation, activation_of
 
 
 class SharedExpert(nn.Module):
-    r"""A feed-forward network for every row (DeepSeekMoE, arXiv:2401.06066), optionally gated (Qwen2-MoE, arXiv:2407.10671).
+    r"""A feed-forward net for every row (DeepSeekMoE, arXiv:2401.06066), optionally gated (Qwen2, arXiv:2407.10671).
 
     .. math:: s(x) = \sigma(v^\top x) \, (D \, \mathrm{act}(U x, G x)), \quad \text{without the factor where not gated}
 

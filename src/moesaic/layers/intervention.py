@@ -42,7 +42,7 @@ class Call:
             allowed_TE: (T, E) or (E,) bool; the model's own selection restricted to these experts.
 
         Raises:
-            ValueError: neither or both given, shapes that do not fit, or a model whose rule cannot weigh another choice.
+            ValueError: neither or both given, shapes that do not fit, a model whose rule cannot weigh another choice.
         """
         if (ids_TK is None) == (allowed_TE is None):
             raise ValueError("choose needs exactly one of ids_TK and allowed_TE")
@@ -52,7 +52,8 @@ class Call:
         if allowed_TE is not None:
             if allowed_TE.dtype != torch.bool or allowed_TE.shape not in ((rows, experts), (experts,)):
                 raise ValueError(
-                    f"allowed_TE must be bool of shape ({rows}, {experts}) or ({experts},), got {allowed_TE.dtype} {tuple(allowed_TE.shape)}"
+                    f"allowed_TE must be bool of shape ({rows}, {experts}) or ({experts},),"
+                    f" got {allowed_TE.dtype} {tuple(allowed_TE.shape)}"
                 )
             allowed_TE = allowed_TE.expand(rows, experts)
         return self._chooser(ids_TK, allowed_TE)

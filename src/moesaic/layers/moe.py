@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
 
 from moesaic.experts import Experts
-from moesaic.layers.intervention import Call, Intervention, concerning, decide
+from moesaic.layers.intervention import Call, Intervention, concerning
 from moesaic.losses.base import RoutingLoss
 from moesaic.routing import Context, Router, Routing
 
@@ -25,13 +25,16 @@ class MoE(nn.Module):
         experts: a bank (contract 2).
         router: a router (contract 1); None for a bank that routes itself.
         shared: a module applied to every row, (T, D) -> (T, O), added to the routed sum.
-        losses: parts that add a term to ``routing.losses``.
+        losses: parts that add a term to ``routing.losses``, each under its own name.
 
     Shapes:
-        x (..., D), Context over the flattened rows -> y (..., O), Routing. The routing is returned, not kept on the module.
+        x (..., D), Context over the flattened rows -> y (..., O), Routing. The routing is returned, not kept on the
+        module; it has one row a decision (a group, where the router decides per group), and is what was used: where an
+        override changed it, the override's, whose own ``losses`` then stand in place of the router's.
 
     Raises:
-        ValueError: router and bank of different widths or numbers of experts; no router for a bank that needs one.
+        ValueError: router and bank of different widths or numbers of experts; no router for a bank that needs one; an
+            input of another width; a loss under a name that the router uses.
     """
 
     def __init__(
@@ -58,56 +61,100 @@ class MoE(nn.Module):
 
     def forward(self, x: Tensor, context: Context | None = None) -> tuple[Tensor, Routing]:
         """Route, compute, combine; see the class."""
+        if x.dim() == 0 or x.shape[-1] != self.experts.dim:
+            raise ValueError(f"MoE: x must have shape (..., {self.experts.dim}), got {tuple(x.shape)}")
         context = Context() if context is None else context
         x_TD = x.reshape(-1, x.shape[-1])
         decision = self.route(x_TD, context)
         routing = self._per_token(decision, context)
-        found = concerning(self)
-        calls: list[tuple[Intervention, Call]] = []
-        if found:
-            chooser = self._chooser(x_TD, decision, context)
-            changed, calls = decide(found, x_TD, context, routing, self.router, chooser)
+        open_calls: list[tuple[Intervention, Call]] = []
+        for intervention, handle in concerning(self):
+            call = Call(handle, x_TD, context, routing, self.router, self._chooser(decision, context))
+            changed = intervention.route(call)
             if changed is not routing:
-                decision = routing = changed
-        y_TO = self.experts(x_TD, routing, context)
+                self._check_override(changed, routing)
+                decision = routing = without_padding(changed, context)
+            open_calls.append((intervention, call))
+        y_TO: Tensor = self.experts(x_TD, routing, context)
         if self.shared is not None:
             y_TO = y_TO + self.shared(x_TD)
-        for intervention, call in calls:
+        for intervention, call in open_calls:
             y_TO = intervention.output(call, y_TO)
         return y_TO.reshape(*x.shape[:-1], y_TO.shape[-1]), self._with_losses(decision, context)
 
     def route(self, x_TD: Tensor, context: Context) -> Routing:
         """The routing before anybody intervenes: one row a decision."""
         if self.router is None:
-            return self.experts.route(x_TD, context)
+            return without_padding(self.experts.route(x_TD, context), context)
         routing: Routing = self.router(x_TD, context)
-        return routing
+        return routing if self.router.per_group else without_padding(routing, context)
+
+    @property
+    def _per_group(self) -> bool:
+        return self.router is not None and self.router.per_group
 
     def _per_token(self, decision: Routing, context: Context) -> Routing:
-        if self.router is None or not self.router.per_group:
+        if not self._per_group:
             return decision
         context.require(("group_T",), type(self.router).__name__)
         assert context.group_T is not None
-        return decision.take(context.group_T)
+        return without_padding(decision.take(context.group_T), context)
 
     def _with_losses(self, routing: Routing, context: Context) -> Routing:
         if not len(self.losses):
             return routing
+        if self._per_group and routing.num_rows != context.num_rows:
+            # Rows are groups here: the fields of the context that speak of tokens do not fit them.
+            context = Context(routing.token_mask_T, phase=context.phase, condition=context.condition)
+        added: dict[str, Tensor] = {}
         with torch.autocast(routing.weights_TK.device.type, enabled=False):
-            added = {loss.name: loss(routing, context) for loss in self.losses}  # type: ignore[union-attr]
+            for loss in self.losses:
+                assert isinstance(loss, RoutingLoss)
+                if loss.name in routing.losses:
+                    raise ValueError(
+                        f"the router already adds a loss called {loss.name!r}: rename the one given to MoE"
+                    )
+                added[loss.name] = loss(routing, context)
         return routing.replace(losses={**routing.losses, **added})
 
-    def _chooser(self, x_TD: Tensor, decision: Routing, context: Context):  # type: ignore[no-untyped-def]
+    def _chooser(self, decision: Routing, context: Context) -> Callable[[Tensor | None, Tensor | None], Routing]:
         def choose(ids_TK: Tensor | None, allowed_TE: Tensor | None) -> Routing:
             router = self.router
-            if router is None or decision.logits_TE is None:
+            if router is None or decision.logits_TE is None or type(router).weigh is Router.weigh:
                 raise ValueError(
-                    f"{type(router or self.experts).__name__} forms no logits, so it cannot weigh another choice"
+                    f"{type(router or self.experts).__name__} cannot weigh another choice (it forms no logits or has no"
+                    " rule for it): return a Routing of your own instead"
                 )
             if router.per_group:
                 raise ValueError(f"{type(router).__name__} decides per group: override it with a Routing of your own")
-            if ids_TK is None:
-                ids_TK = router.choose(decision.logits_TE, context, allowed_TE)
-            return router.decide(decision.logits_TE, ids_TK, context)
+            with torch.autocast(decision.logits_TE.device.type, enabled=False):
+                if ids_TK is None:
+                    ids_TK = router.choose(decision.logits_TE, context, allowed_TE)
+                return router.decide(decision.logits_TE, ids_TK, context)
 
         return choose
+
+    @staticmethod
+    def _check_override(changed: Routing, routing: Routing) -> None:
+        if not isinstance(changed, Routing):
+            raise TypeError(f"an override must return a Routing, got {type(changed).__name__}")
+        if changed.num_rows != routing.num_rows or changed.num_experts != routing.num_experts:
+            raise ValueError(
+                f"an override returned {changed.num_rows} rows over {changed.num_experts} experts,"
+                f" the layer has {routing.num_rows} rows over {routing.num_experts}"
+            )
+
+
+def without_padding(routing: Routing, context: Context) -> Routing:
+    """The routing with only empty slots in padded rows, whether or not whoever made it thought of them."""
+    mask_T = context.token_mask_T
+    if mask_T is None or routing.token_mask_T is mask_T:
+        return routing
+    if routing.num_rows != mask_T.shape[0]:
+        raise ValueError(f"the routing has {routing.num_rows} rows and token_mask_T of the context {mask_T.shape[0]}")
+    padded_T1 = ~mask_T[:, None]
+    return routing.replace(
+        expert_ids_TK=routing.expert_ids_TK.masked_fill(padded_T1, routing.num_experts),
+        weights_TK=routing.weights_TK.masked_fill(padded_T1, 0.0),
+        token_mask_T=mask_T,
+    )
