@@ -118,7 +118,8 @@ class ProgressLine(Observer):
     def on_log(self, metrics: Mapping[str, Any]) -> None:
         """Redraw with the latest numbers."""
         if "eval_loss" in metrics:
-            self._progress.console.print(f"step {metrics['step']}: held-out loss {metrics['eval_loss']:.4f}")
+            if not self._progress.disable:
+                self._progress.console.print(f"step {metrics['step']}: held-out loss {metrics['eval_loss']:.4f}")
             return
         text = f"loss {metrics['loss']:.4f}  {_short(metrics['tokens_per_second'])} tokens/s"
         if "max_over_mean" in metrics:

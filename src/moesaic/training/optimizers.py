@@ -144,10 +144,12 @@ def build_optimizers(model: nn.Module, config: OptimizerConfig) -> Optimizers:
     muon: dict[tuple[float, int | None, bool], list[nn.Parameter]] = {}
     rows: dict[float, list[nn.Parameter]] = {}
     names: dict[Tensor, str] = {}
-    sparse = _sparse_parameters(model)
+    sparse, head = _sparse_parameters(model), _head(model)
     for name, parameter, spec in parameter_specs(model):
         if not parameter.requires_grad:
             continue
+        if parameter is head and spec.role == "dense":
+            spec = ParameterSpec(("vocab", "model"), "head")
         names[parameter] = name
         if parameter in sparse:
             rows.setdefault(config.role_lr.get(spec.role, config.lr), []).append(parameter)
@@ -190,6 +192,14 @@ def _sparse_parameters(model: nn.Module) -> set[nn.Parameter]:
             names = ("weight",)
         found |= {getattr(module, name) for name in names}
     return found
+
+
+def _head(model: nn.Module) -> nn.Parameter | None:
+    """The output matrix, by transformers' convention; a plain Linear does not say that it is one."""
+    find = getattr(model, "get_output_embeddings", None)
+    layer = find() if find is not None else None
+    weight = getattr(layer, "weight", None)
+    return weight if isinstance(weight, nn.Parameter) else None
 
 
 def _is_matrix(parameter: nn.Parameter, spec: ParameterSpec, config: OptimizerConfig) -> bool:
