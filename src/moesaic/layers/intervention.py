@@ -107,6 +107,7 @@ def decide(
     routing: Routing,
     router: nn.Module | None,
     chooser: Callable[[Tensor | None, Tensor | None], Routing],
+    settle: Callable[[Routing], Routing] = lambda routing: routing,
 ) -> tuple[Routing, list[tuple[Intervention, Call]]]:
     """Ask every intervention in turn; each sees the routing that the one before it decided on.
 
@@ -117,6 +118,7 @@ def decide(
         routing: the routing about to be used.
         router: the module that made it.
         chooser: what ``call.choose`` does.
+        settle: what the layer does to a changed routing before anybody else sees it (emptying padded rows).
 
     Returns:
         The routing to use (the same object when nobody changed it), and each intervention's call, for its output.
@@ -137,6 +139,6 @@ def decide(
                     f"an override returned {changed.num_rows} rows over {changed.num_experts} experts,"
                     f" the layer has {routing.num_rows} rows over {routing.num_experts}"
                 )
-            routing = changed
+            routing = settle(changed)
         calls.append((intervention, call))
     return routing, calls

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from moesaic.experts import Experts
-from moesaic.layers.intervention import Call, Intervention, concerning
+from moesaic.layers.intervention import Call, Intervention, concerning, decide
 from moesaic.losses.base import RoutingLoss
 from moesaic.routing import Context, Router, Routing
 
@@ -67,18 +67,18 @@ class MoE(nn.Module):
         x_TD = x.reshape(-1, x.shape[-1])
         decision = self.route(x_TD, context)
         routing = self._per_token(decision, context)
-        open_calls: list[tuple[Intervention, Call]] = []
-        for intervention, handle in concerning(self):
-            call = Call(handle, x_TD, context, routing, self.router, self._chooser(decision, context))
-            changed = intervention.route(call)
+        calls: list[tuple[Intervention, Call]] = []
+        if found := concerning(self):
+            chooser = self._chooser(decision, context)
+            changed, calls = decide(
+                found, x_TD, context, routing, self.router, chooser, lambda new: without_padding(new, context)
+            )
             if changed is not routing:
-                self._check_override(changed, routing)
-                decision = routing = without_padding(changed, context)
-            open_calls.append((intervention, call))
+                decision = routing = changed
         y_TO: Tensor = self.experts(x_TD, routing, context)
         if self.shared is not None:
             y_TO = y_TO + self.shared(x_TD)
-        for intervention, call in open_calls:
+        for intervention, call in calls:
             y_TO = intervention.output(call, y_TO)
         return y_TO.reshape(*x.shape[:-1], y_TO.shape[-1]), self._with_losses(decision, context)
 
@@ -133,16 +133,6 @@ class MoE(nn.Module):
                 return router.decide(decision.logits_TE, ids_TK, context)
 
         return choose
-
-    @staticmethod
-    def _check_override(changed: Routing, routing: Routing) -> None:
-        if not isinstance(changed, Routing):
-            raise TypeError(f"an override must return a Routing, got {type(changed).__name__}")
-        if changed.num_rows != routing.num_rows or changed.num_experts != routing.num_experts:
-            raise ValueError(
-                f"an override returned {changed.num_rows} rows over {changed.num_experts} experts,"
-                f" the layer has {routing.num_rows} rows over {routing.num_experts}"
-            )
 
 
 def without_padding(routing: Routing, context: Context) -> Routing:
