@@ -111,6 +111,9 @@ class Shell:
             ids_TK = torch.where(untouched_T[:, None], _widen(kept_TK, width, first), _widen(ids_TK, width, ids_TK[:, :1]))
             kept_weights = old_weights.reshape(rows, -1)
             weights_TK = torch.where(untouched_T[:, None], _widen(kept_weights, width), _widen(weights_TK, width))
+        if ids_TK.shape[1] == 1 and kept_TK.shape[1] > 1 and not hasattr(self.experts.module, "is_transposed"):
+            # A bank outside transformers' interface may squeeze an axis of one slot away (longcat_flash does).
+            ids_TK, weights_TK = _widen(ids_TK, 2, ids_TK), _widen(weights_TK, 2)
         shape = (*old_ids.shape[:-1], ids_TK.shape[1])
         return (output[0], weights_TK.reshape(shape), ids_TK.to(old_ids.dtype).reshape(shape), *output[3:])
 

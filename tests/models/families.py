@@ -1,0 +1,179 @@
+"""Tiny random models of transformers' MoE families of the standard shell, with settings that make every detail matter.
+
+Groups, correction biases, scale factors and three experts a token, so that a forgotten detail moves the logits.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor, nn
+
+EXPERTS, TOP_K, GROUPS = 8, 3, 4
+VOCABULARY = 64
+
+_SETTINGS: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 24,
+    "moe_intermediate_size": 16,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 64,
+    "num_experts": EXPERTS,
+    "num_local_experts": EXPERTS,
+    "n_routed_experts": EXPERTS,
+    "moe_num_experts": EXPERTS,
+    "num_experts_per_tok": TOP_K,
+    "num_experts_per_token": TOP_K,
+    "moe_topk": TOP_K,
+    "moe_k": TOP_K,
+    "n_shared_experts": 1,
+    "num_shared_experts": 1,
+    "moe_num_shared_experts": 1,
+    "shared_expert_intermediate_size": 16,
+    "shared_intermediate_size": 16,
+    "n_group": GROUPS,
+    "num_expert_group": GROUPS,
+    "topk_group": 2,
+    "routed_scaling_factor": 1.7,
+    "first_k_dense_replace": 1,
+    "moe_layer_start_index": 1,
+    "q_lora_rank": 16,
+    "kv_lora_rank": 8,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 8,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "sliding_window": 8,
+}
+_LATENT = {"num_key_value_heads": 4}
+
+
+@dataclasses.dataclass(frozen=True)
+class Family:
+    """A model class, what its configuration changes, and what a handle must find."""
+
+    model: str
+    changes: dict[str, Any] = dataclasses.field(default_factory=dict)
+    layers: int = 3
+    score: str = "softmax"
+    chooses: bool = True
+
+
+FAMILIES = {
+    # softmax over experts
+    "mixtral": Family("MixtralForCausalLM"),
+    "minimax": Family("MiniMaxForCausalLM"),
+    "qwen2_moe": Family("Qwen2MoeForCausalLM", {"mlp_only_layers": [0]}, layers=2),
+    "qwen3_moe": Family("Qwen3MoeForCausalLM", {"norm_topk_prob": True}),
+    "qwen3_moe_raw": Family("Qwen3MoeForCausalLM", {"norm_topk_prob": False}),
+    "olmoe": Family("OlmoeForCausalLM"),
+    "flex_olmo": Family("FlexOlmoForCausalLM"),
+    "mellum": Family("MellumForCausalLM"),
+    "granitemoe": Family("GraniteMoeForCausalLM"),
+    "granitemoeshared": Family("GraniteMoeSharedForCausalLM"),
+    "hunyuan_v1_moe": Family("HunYuanMoEV1ForCausalLM"),
+    "phimoe": Family("PhimoeForCausalLM", {"num_experts_per_tok": 2}, chooses=False),
+    "cohere2_moe": Family("Cohere2MoeForCausalLM", {"expert_selection_fn": "sigmoid", "first_k_dense_replace": 1}, layers=2, score="sigmoid"),
+    "ernie4_5_moe": Family("Ernie4_5_MoeForCausalLM", layers=2),
+    "aria": Family("AriaTextForCausalLM"),
+    "jamba": Family(
+        "JambaForCausalLM",
+        {
+            "num_hidden_layers": 4,
+            "attn_layer_period": 2,
+            "attn_layer_offset": 1,
+            "mamba_d_state": 4,
+            "expert_layer_period": 2,
+            "expert_layer_offset": 1,
+            "use_mamba_kernels": False,
+        },
+        layers=2,
+    ),
+    # sigmoid with correction bias and groups
+    "deepseek_v3": Family("DeepseekV3ForCausalLM", _LATENT, layers=2, score="sigmoid"),
+    "deepseek_v3_raw": Family("DeepseekV3ForCausalLM", {**_LATENT, "norm_topk_prob": False}, layers=2, score="sigmoid"),
+    "glm4_moe": Family("Glm4MoeForCausalLM", layers=2, score="sigmoid"),
+    "glm4_moe_lite": Family("Glm4MoeLiteForCausalLM", _LATENT, layers=2, score="sigmoid"),
+    "dots1": Family("Dots1ForCausalLM", layers=2, score="sigmoid"),
+    "exaone_moe": Family("ExaoneMoeForCausalLM", layers=2, score="sigmoid"),
+    "solar_open": Family("SolarOpenForCausalLM", score="sigmoid"),
+    "mimo_v2_flash": Family("MiMoV2FlashForCausalLM", layers=2, score="sigmoid"),
+    "hy_v4": Family("HYV4ForCausalLM", layers=2, score="sigmoid"),
+    "axk1": Family("AXK1ForCausalLM", _LATENT, layers=2, score="sigmoid"),
+    "axk2": Family("AXK2ForCausalLM", _LATENT, layers=2, score="sigmoid"),
+    "beam": Family(
+        "BeamForCausalLM", {"mlp_layer_types": ["dense", "sparse", "sparse"]}, layers=2, score="sigmoid"
+    ),
+    # softmax inside groups
+    "deepseek_v2": Family("DeepseekV2ForCausalLM", {**_LATENT, "topk_method": "group_limited_greedy"}, layers=2),
+    "mistral4": Family("Mistral4ForCausalLM", _LATENT, layers=2),
+    # bias beside the router, biased and transposed experts, a bank beside a dense MLP
+    "minimax_m2": Family("MiniMaxM2ForCausalLM", score="sigmoid"),
+    "afmoe": Family("AfmoeForCausalLM", {"num_dense_layers": 1}, layers=2, score="sigmoid"),
+    "gpt_oss": Family("GptOssForCausalLM"),
+    "openai_privacy_filter": Family("OpenAIPrivacyFilterForTokenClassification"),
+    "gemma4": Family(
+        "Gemma4ForCausalLM",
+        {
+            "enable_moe_block": True,
+            "top_k_experts": TOP_K,
+            "hidden_size_per_layer_input": 0,
+            "vocab_size_per_layer_input": VOCABULARY,
+            "global_head_dim": 8,
+            "num_kv_shared_layers": 0,
+            "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+        },
+    ),
+}
+
+
+def build(name: str, **changes: Any) -> nn.Module:
+    """A seeded float32 model in eval mode."""
+    family = FAMILIES[name]
+    kind = getattr(transformers, family.model)
+    allowed = {field.name for field in dataclasses.fields(kind.config_class)}
+    settings = {key: value for key, value in _SETTINGS.items() if key in allowed}
+    torch.manual_seed(0)
+    config = kind.config_class(**{**settings, **family.changes, **changes})
+    config._experts_implementation = "eager"
+    model = kind(config).eval()
+    _sharpen(model)
+    return model
+
+
+def run(model: nn.Module, ids_BS: Tensor | None = None, **inputs: Any) -> Tensor:
+    """Logits without cache."""
+    ids_BS = token_ids() if ids_BS is None else ids_BS
+    return model(input_ids=ids_BS, use_cache=False, **inputs).logits
+
+
+def token_ids(batch: int = 2, length: int = 9, seed: int = 1) -> Tensor:
+    """Random token ids, none of them special."""
+    return torch.randint(3, VOCABULARY, (batch, length), generator=torch.Generator().manual_seed(seed))
+
+
+@torch.no_grad()
+def _sharpen(model: nn.Module) -> None:
+    """Weights of unit gain, routers sharper, biases and scales off their defaults: initial values hide most errors."""
+    generator = torch.Generator().manual_seed(0)
+    leave = re.compile(r"A_log|dt_bias|conv1d|\.D$|freq")
+    for name, value in (*model.named_parameters(), *model.named_buffers()):
+        if not value.dtype.is_floating_point or leave.search(name) or value.numel() < 2:
+            continue
+        noise = torch.randn(value.shape, generator=generator)
+        if value.dim() >= 2 and value.shape[0] > 1:
+            value.copy_(noise * (2.0 if re.search(r"gate\.|router", name) else 1.0) / value.shape[-1] ** 0.5)
+        elif "bias" in name:
+            value.copy_(noise * 0.2)
+        elif isinstance(value, nn.Parameter):
+            value.add_(noise * 0.1)

@@ -1,0 +1,294 @@
+"""Handles: layers, rules and weights of every family of the standard shell, and of ours."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+
+import pytest
+import torch
+import transformers
+from torch import nn
+
+from moesaic.experts.ffn import FFNExperts
+from moesaic.layers import MoE
+from moesaic.models.handle import moe_layers, select_layers
+from moesaic.models.override import override_routing
+from moesaic.models.record import record_routing
+from moesaic.routing import Routing
+from moesaic.routing.top_k import TopKRouter
+from tests.models.families import EXPERTS, FAMILIES, TOP_K, build, run
+
+
+@pytest.fixture(scope="module", params=list(FAMILIES))
+def family(request: pytest.FixtureRequest) -> Iterator[tuple[str, nn.Module]]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield request.param, build(request.param)
+    torch.set_num_threads(threads)
+
+
+def test_layers_experts_and_rule_are_found(family: tuple[str, nn.Module]) -> None:
+    name, model = family
+    spec = FAMILIES[name]
+    layers = moe_layers(model)
+    assert [layer.index for layer in layers] == list(range(spec.layers))
+    for layer in layers:
+        assert model.get_submodule(layer.name) is layer.module
+        assert layer.num_experts == EXPERTS
+        assert layer.top_k == (2 if name == "phimoe" else TOP_K)
+        assert (layer.rule.weigh is not None) == spec.chooses
+        assert layer.rule.reason == "" or not spec.chooses
+
+
+@torch.no_grad()
+@pytest.mark.case("C15")
+def test_recording_and_identity_change_nothing(family: tuple[str, nn.Module]) -> None:
+    name, model = family
+    plain = run(model)
+    seen: list[tuple[torch.Tensor, ...]] = []
+    handles = [layer.shell.router.register_forward_hook(lambda *a: seen.append(a[-1])) for layer in moe_layers(model)]
+    with record_routing(model, hidden=True, outputs=True) as record:
+        assert torch.equal(run(model), plain)
+    for handle in handles:
+        handle.remove()
+    assert len(record.calls) == FAMILIES[name].layers == len(seen)
+    for call, output in zip(record.calls, seen, strict=True):
+        routing = call.routing
+        assert routing.score_function == FAMILIES[name].score
+        assert torch.equal(routing.expert_ids_TK, output[2].view(routing.expert_ids_TK.shape))
+        factor = call.layer.shell.block_factor  # a factor that the block applies is part of the weights
+        assert torch.equal(routing.weights_TK, output[1].view(routing.weights_TK.shape) * factor)
+        assert call.x.shape == (18, 32)
+        assert call.y.shape == (18, 32)
+        assert call.context.position_T.tolist() == [*range(9), *range(9)]
+    with override_routing(model, lambda call: call.routing, output=lambda call, y: y):
+        assert torch.equal(run(model), plain)
+
+
+@torch.no_grad()
+@pytest.mark.case("C08")
+def test_scores_are_logits(family: tuple[str, nn.Module]) -> None:
+    """The chosen experts' weights follow from softmax or sigmoid of the recorded logits, so these are not probabilities."""
+    name, model = family
+    with record_routing(model) as record:
+        run(model)
+    for call in record.calls:
+        logits = call.routing.logits_TE
+        assert not torch.allclose(logits.sum(-1), torch.ones(len(logits)), atol=1e-3)
+        if name == "phimoe":
+            continue
+        probs = logits.softmax(-1) if FAMILIES[name].score == "softmax" else logits.sigmoid()
+        chosen = probs.gather(1, call.routing.expert_ids_TK)
+        scale = None
+        if "per_expert_scale" in call.layer.rule.description:
+            scale = call.layer.shell.router.per_expert_scale[call.routing.expert_ids_TK]
+        weights = call.routing.weights_TK if scale is None else call.routing.weights_TK / scale
+        ratio = weights / chosen
+        assert torch.allclose(ratio, ratio[:, :1].expand_as(ratio), rtol=1e-4)
+
+
+@torch.no_grad()
+def test_forced_routing_is_obeyed(family: tuple[str, nn.Module]) -> None:
+    """The routed part equals a dense sum over experts run one at a time, with the forced weights."""
+    _, model = family
+    forced = Routing.from_dense(torch.rand(18, EXPERTS, generator=torch.Generator().manual_seed(3)).clamp(min=0.5) - 0.5)
+    sites, captured = {}, {}
+    for layer in moe_layers(model):
+        bank = layer.experts.module
+        sites[layer.name] = layer
+        captured[layer.name] = []
+        bank.register_forward_hook(lambda m, a, out, key=layer.name: captured[key].append((a[0].clone(), out.clone())))
+    try:
+        with override_routing(model, lambda call: forced):
+            run(model)
+        for name, layer in sites.items():
+            x_TD, got = captured[name][0]
+            dense = torch.zeros_like(got)
+            for expert in range(EXPERTS):
+                ids = torch.full((18, 1), expert)
+                out = layer.experts.module(x_TD, ids, torch.ones(18, 1))
+                dense += forced.weights_TE[:, expert, None] / layer.shell.block_factor * out
+            assert torch.allclose(got, dense, atol=2e-5, rtol=1e-4)
+    finally:
+        for layer in sites.values():
+            layer.experts.module._forward_hooks.clear()
+
+
+@torch.no_grad()
+@pytest.mark.case("C13")
+def test_empty_slots_touch_no_expert(family: tuple[str, nn.Module]) -> None:
+    """More empty slots change nothing, and an expert that only empty slots could reach may hold NaN."""
+    name, model = family
+    plain = run(model)
+
+    def widen(call):
+        ids, weights = call.routing.expert_ids_TK, call.routing.weights_TK
+        more = torch.full_like(ids, EXPERTS)
+        return call.routing.replace(
+            expert_ids_TK=torch.cat([more, ids, more], 1),
+            weights_TK=torch.cat([torch.zeros_like(weights), weights, torch.zeros_like(weights)], 1),
+        )
+
+    with override_routing(model, widen):
+        assert torch.allclose(run(model), plain, atol=1e-5)
+
+    broken = copy.deepcopy(model)
+    for layer in moe_layers(broken):
+        layer.experts.write(0, {"down": torch.full_like(layer.experts.weights([0])["down"][0], torch.nan)})
+
+    def without_first(call):
+        ids = call.routing.expert_ids_TK
+        drop = ids == 0
+        return call.routing.replace(
+            expert_ids_TK=ids.masked_fill(drop, EXPERTS), weights_TK=call.routing.weights_TK.masked_fill(drop, 0.0)
+        )
+
+    with record_routing(broken) as record, override_routing(broken, without_first):
+        assert torch.isfinite(run(broken)).all()
+    assert all(not (call.routing.expert_ids_TK == 0).any() for call in record.calls)
+
+
+@torch.no_grad()
+def test_an_exception_restores_everything(family: tuple[str, nn.Module]) -> None:
+    _, model = family
+    plain = run(model)
+
+    def fail(call):
+        raise ZeroDivisionError
+
+    for kind in ({"route": fail}, {"route": None, "output": lambda call, y: fail(call)}):
+        with pytest.raises(ZeroDivisionError), override_routing(model, **kind):
+            run(model)
+        assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+        assert torch.equal(run(model), plain)
+
+
+@torch.no_grad()
+@pytest.mark.case("C12")
+def test_choose_gives_the_models_own_weights(family: tuple[str, nn.Module]) -> None:
+    name, model = family
+    plain = run(model)
+    if not FAMILIES[name].chooses:
+        with override_routing(model, lambda call: call.choose(call.routing.expert_ids_TK)):
+            with pytest.raises(ValueError, match="cannot be weighed"):
+                run(model)
+        return
+    everyone = torch.ones(EXPERTS, dtype=torch.bool)
+    odd = torch.arange(EXPERTS) % 2 == 1
+
+    def check(call):
+        same = call.choose(ids_TK=call.routing.expert_ids_TK)
+        assert torch.allclose(same.weights_TK, call.routing.weights_TK, atol=1e-6, rtol=1e-5)
+        own = call.choose(allowed_TE=everyone)
+        assert torch.equal(own.expert_ids_TK, call.routing.expert_ids_TK)  # slot order too
+        some = call.choose(allowed_TE=odd)
+        assert bool((some.expert_ids_TK[some.filled_TK] % 2 == 1).all())
+        assert bool((some.active_T >= 1).all())
+        fewer = call.choose(ids_TK=call.routing.expert_ids_TK.clone().index_fill_(1, torch.tensor([0]), EXPERTS))
+        assert bool((fewer.weights_TK[:, 0] == 0).all())
+        return same
+
+    with override_routing(model, check):
+        assert torch.allclose(run(model), plain, atol=1e-4)
+
+
+@torch.no_grad()
+def test_weights_read_in_one_convention(family: tuple[str, nn.Module]) -> None:
+    """Gate, up and down of one expert, whatever the layout: writing them over another expert makes that one compute the same."""
+    _, model = family
+    layer = moe_layers(copy.deepcopy(model))[0]
+    bank = layer.experts
+    read = bank.weights([2, 5])
+    assert read["gate"].shape == read["up"].shape == (2, bank.width, bank.dim)
+    assert read["down"].shape == (2, bank.out_dim, bank.width)
+    x_TD = torch.randn(4, bank.dim, generator=torch.Generator().manual_seed(0))
+    ones = torch.ones(4, 1)
+    bank.write(5, {key: value[0] for key, value in read.items()})
+    of_two = bank.module(x_TD, torch.full((4, 1), 2), ones)
+    assert torch.equal(bank.module(x_TD, torch.full((4, 1), 5), ones), of_two)
+    # The first hidden unit's gate, up and down all belong together: without its down row the output misses that unit.
+    silent = {key: value[0].clone() for key, value in read.items()}
+    silent["down"][:, 1:] = 0
+    silent["gate"][1:] = torch.randn_like(silent["gate"][1:])
+    silent["up"][1:] = torch.randn_like(silent["up"][1:])
+    bank.write(5, silent)
+    only_first = bank.module(x_TD, torch.full((4, 1), 5), ones)
+    silent["gate"][1:] = 0
+    bank.write(5, silent)
+    assert torch.allclose(bank.module(x_TD, torch.full((4, 1), 5), ones), only_first, atol=1e-6)
+    with pytest.raises(IndexError, match=r"0\.\.7"):
+        bank.weights([8])
+    with pytest.raises(ValueError, match="shape"):
+        bank.write(0, {"up": read["up"][0][1:]})
+
+
+def test_a_dense_model_is_refused() -> None:
+    config = transformers.LlamaConfig(
+        vocab_size=16, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=2
+    )
+    with pytest.raises(ValueError, match=r"LlamaForCausalLM has no MoE layer: searched \d+ modules"):
+        moe_layers(transformers.LlamaForCausalLM(config))
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings", "missing"),
+    [
+        (
+            "Llama4ForCausalLM",
+            {"num_local_experts": 4, "interleave_moe_layer_step": 1, "intermediate_size_mlp": 16},
+            "returns 2 values",
+        ),
+        ("JetMoeForCausalLM", {"num_local_experts": 4, "kv_channels": 8}, "JetMoe"),
+    ],
+)
+def test_an_unknown_structure_is_named(kind: str, settings: dict[str, object], missing: str) -> None:
+    model_class = getattr(transformers, kind)
+    base = {
+        "vocab_size": 16,
+        "hidden_size": 16,
+        "intermediate_size": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "pad_token_id": 0,
+    }
+    allowed = {field for field in model_class.config_class.__dataclass_fields__}
+    model = model_class(model_class.config_class(**{k: v for k, v in (base | settings).items() if k in allowed}))
+    with pytest.raises(ValueError, match=missing) as error:
+        moe_layers(model)
+    assert "layers.0" in str(error.value)
+
+
+class Ours(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = MoE(FFNExperts(16, 8, 4), TopKRouter(16, 4, 2))
+        self.second = MoE(FFNExperts(16, 8, 6), TopKRouter(16, 6, 3))
+
+    def forward(self, x):
+        return self.second(self.first(x)[0])[0]
+
+
+def test_layers_of_ours_have_the_same_handle() -> None:
+    model = Ours()
+    layers = moe_layers(model)
+    assert [(layer.name, layer.num_experts, layer.top_k) for layer in layers] == [("first", 4, 2), ("second", 6, 3)]
+    assert layers[0].router is model.first.router
+    assert layers[0].experts is model.first.experts
+    with record_routing(model) as record:
+        model(torch.randn(5, 16))
+    for call in record.calls:
+        weights = call.layer.rule.weigh(call.routing.logits_TE, call.routing.expert_ids_TK)
+        assert torch.equal(weights, call.routing.weights_TK)
+
+
+def test_selecting_layers() -> None:
+    model = Ours()
+    assert [layer.name for layer in select_layers(model, [-1])] == ["second"]
+    assert [layer.name for layer in select_layers(model, ["second", 0])] == ["first", "second"]
+    for wrong in ([2], ["third"], []):
+        with pytest.raises(ValueError, match="layers"):
+            select_layers(model, wrong)
