@@ -10,6 +10,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from moesaic._version import __version__
+from moesaic.models.registration import register_when_loaded
 
 if TYPE_CHECKING:
     from moesaic.experts import Experts, FFNExperts, SharedExpert, dense_reference

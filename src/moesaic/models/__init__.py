@@ -1,7 +1,6 @@
 """Whole models: the reference language model, handles on any model's MoE layers, load and export."""
 
 from moesaic.models.configuration import MoesaicConfig
-from moesaic.models.export import export
 from moesaic.models.handle import MoELayer, moe_layers
 from moesaic.models.load import load
 from moesaic.models.modeling import MoesaicForCausalLM, MoesaicModel, MoesaicOutput
@@ -14,7 +13,6 @@ __all__ = [
     "MoesaicForCausalLM",
     "MoesaicModel",
     "MoesaicOutput",
-    "export",
     "load",
     "moe_layers",
     "override_routing",
