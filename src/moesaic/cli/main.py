@@ -25,6 +25,7 @@ COMMANDS = {
     "inspect": "moesaic.cli.inspect:inspect",
     "methods": "moesaic.cli.methods:methods",
     "reproduce": "moesaic.cli.reproduce:reproduce",
+    "train": "moesaic.cli.train:train",
 }
 
 app = typer.Typer(
