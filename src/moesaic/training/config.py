@@ -11,6 +11,7 @@ from moesaic.routing.parameters import ROLES
 
 SCHEDULES = ("cosine", "wsd", "linear", "constant")
 OPTIMIZERS = ("adamw", "muon")
+BUNDLED = "shakespeare"  # as data.path: the text that ships with the package
 EXPERT_RULES = ("each", "stack", "adamw")
 
 
@@ -241,7 +242,8 @@ class DataConfig:
     """The text of a run.
 
     Args:
-        path: file or folder, see :func:`moesaic.data.text.read_documents`; relative to the config file.
+        path: file or folder, see :func:`moesaic.data.text.read_documents`, relative to the config file; or
+            ``"shakespeare"`` for the bundled text.
         format: ``"text"``, ``"jsonl"`` or ``"datasets"``; by default from the path.
         field: key or column of the text.
         subset: split of a `datasets` folder.

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 import yaml
 
-from moesaic.training.config import RunConfig
+from moesaic.training.config import BUNDLED, RunConfig
 
 Config = TypeVar("Config")
 
@@ -44,7 +44,7 @@ def read_run_config(path: str | os.PathLike[str], overrides: Sequence[str] = ())
         apply_override(values, override)
     config = from_mapping(RunConfig, values)
     data_path = Path(config.data.path)
-    if not data_path.is_absolute() and not data_path.exists():
+    if config.data.path != BUNDLED and not data_path.is_absolute() and not data_path.exists():
         config.data.path = str(path.parent / data_path)
     return config
 

@@ -66,7 +66,7 @@ class RunFiles:
             MetricsFile(self.metrics).truncate(0)
             return
         checkpoint = latest_checkpoint(self.checkpoints)
-        check_same_run(checkpoint, self.config, self._fingerprint)
+        check_same_run(checkpoint, state.model, self.config, self._fingerprint)
         state.restore(checkpoint, new_average)
         MetricsFile(self.metrics).truncate(int(checkpoint.meta["metrics_offset"]))
         self.last_checkpoint = checkpoint.path

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -96,7 +97,7 @@ class RunState:
             "data": data,
             "metrics_offset": metrics_offset,
             "averaging": self.average is not None,
-            "python_state": _python_state(self.model),
+            "model": _model_config(self.model),
         }
 
     def restore(self, checkpoint: Checkpoint, new_average: Callable[[], WeightAverage]) -> None:
@@ -117,7 +118,6 @@ class RunState:
         state = checkpoint.tensors("state")
         _restore_hidden_buffers(self.model, state)
         _restore_random_states(state)
-        _restore_python_state(self.model, checkpoint.meta["python_state"])
         self.loads.load(checkpoint.tensors("routing"))
         start = checkpoint.tensors("start")
         start.pop("__empty__", None)
@@ -125,8 +125,8 @@ class RunState:
         self.position = Position(**checkpoint.meta["position"])
 
 
-def check_same_run(checkpoint: Checkpoint, config: TrainConfig, data: str) -> None:
-    """Refuse to go on with another text or other training settings.
+def check_same_run(checkpoint: Checkpoint, model: nn.Module, config: TrainConfig, data: str) -> None:
+    """Refuse to go on with another text, another model or other training settings.
 
     Raises:
         ValueError: what differs, with both values.
@@ -136,6 +136,13 @@ def check_same_run(checkpoint: Checkpoint, config: TrainConfig, data: str) -> No
             f"{checkpoint.path} was trained on other tokens (fingerprint {checkpoint.meta['data']}, now {data}):"
             " resume with the same text and tokenizer"
         )
+    built, saved = _model_config(model), checkpoint.meta["model"]
+    for key in sorted(set(built) | set(saved)):
+        if built.get(key) != saved.get(key):
+            raise ValueError(
+                f"model.{key} is {built.get(key)!r}, {checkpoint.path} holds a model with {saved.get(key)!r}:"
+                " resume with the same model"
+            )
     now, then = dataclasses.asdict(config), checkpoint.meta["config"]
     for key, value in now.items():
         if key not in _MAY_CHANGE and _plain(value) != _plain(then.get(key)):
@@ -190,28 +197,13 @@ def _restore_hidden_buffers(model: nn.Module, tensors: Mapping[str, Tensor]) -> 
         buffer.copy_(tensors[name])
 
 
-def _python_state(model: nn.Module) -> dict[str, dict[str, float]]:
-    """Plain numbers that step state keeps as attributes (a step counter, a coefficient that adapts)."""
-    state = {}
-    for prefix, module in model.named_modules():
-        if isinstance(module, StepState):
-            numbers = {
-                name: value
-                for name, value in vars(module).items()
-                if isinstance(value, (int, float)) and name != "training"
-            }
-            if numbers:
-                state[prefix] = numbers
-    return state
-
-
-def _restore_python_state(model: nn.Module, state: Mapping[str, Mapping[str, float]]) -> None:
-    modules = dict(model.named_modules())
-    for prefix, numbers in state.items():
-        if prefix not in modules:
-            raise ValueError(f"the checkpoint's step state does not fit the model: it has no {prefix!r}")
-        for name, value in numbers.items():
-            setattr(modules[prefix], name, value)
+def _model_config(model: nn.Module) -> dict[str, Any]:
+    """What the model was built with, where it says so."""
+    config = getattr(model, "config", None)
+    if config is None or not hasattr(config, "to_dict"):
+        return {}
+    values: dict[str, Any] = json.loads(json.dumps(config.to_dict(), default=str))
+    return {key: value for key, value in values.items() if key not in ("transformers_version", "_name_or_path")}
 
 
 def _random_states() -> dict[str, Tensor]:

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from moesaic.data.packing import PackedTokens
-from moesaic.data.text import read_documents
+from moesaic.data.text import SHAKESPEARE, read_documents
 from moesaic.data.tokenize import KINDS, Tokenizer
-from moesaic.training.config import DataConfig
+from moesaic.training.config import BUNDLED, DataConfig
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,7 +46,8 @@ def load_text_data(config: DataConfig, *, seed: int = 0, tokenizer: Tokenizer | 
     Raises:
         FileNotFoundError, ValueError, ImportError: see :func:`read_documents` and :class:`Tokenizer`.
     """
-    documents = read_documents(config.path, format=config.format, field=config.field, subset=config.subset)
+    path = SHAKESPEARE if config.path == BUNDLED else config.path
+    documents = read_documents(path, format=config.format, field=config.field, subset=config.subset)
     shares = [1 - config.eval - config.test, config.eval, config.test]
     parts = iter(documents.split([share for share in shares if share > 0]))
     train, held_out, test = (next(parts) if share > 0 else None for share in shares)
