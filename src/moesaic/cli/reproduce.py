@@ -90,7 +90,10 @@ def _print_means(metrics: Any, summary: dict[str, Any]) -> None:
     for arm, entry in summary.items():
         cells = []
         for metric in metrics:
-            value = entry[metric.name]
+            value = entry.get(metric.name)
+            if value is None:
+                cells.append("-")
+                continue
             spread = f" ± {value['std']:.{metric.digits}f}" if value["seeds"] > 1 else ""
             cells.append(f"{value['mean']:.{metric.digits}f}{spread}")
         table.add_row(arm, *cells)

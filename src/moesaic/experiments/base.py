@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from moesaic.experiments.verdict import Criterion, Means
+from moesaic.experiments.verdict import Criterion
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,12 +35,14 @@ class Metric:
         label: heading, with the unit.
         better: ``"lower"``, ``"higher"`` or ``""`` where neither is better.
         digits: decimals printed.
+        optional: arms may leave it out.
     """
 
     name: str
     label: str
     better: str = ""
     digits: int = 3
+    optional: bool = False
 
     def __post_init__(self) -> None:
         if self.better not in ("lower", "higher", ""):
@@ -52,7 +54,7 @@ class Outcome:
     """What one arm measured with one seed.
 
     Args:
-        metrics: name -> finite number; every metric of the experiment and nothing else.
+        metrics: name -> finite number; every metric of the experiment (optional ones where they mean something).
         curves: name -> numbers over time, layers ...: kept in the row for plots, never averaged by the framework.
     """
 
@@ -165,26 +167,16 @@ class Experiment:
         Raises:
             ValueError: naming arm, seed and metric.
         """
+        needed = {metric.name for metric in self.metrics if not metric.optional}
         declared, got = {metric.name for metric in self.metrics}, set(outcome.metrics)
-        if declared != got:
+        if not needed <= got <= declared:
             raise ValueError(
                 f"arm {arm.name!r}, seed {seed} of {self.slug} must return the metrics {sorted(declared)},"
-                f" missing {sorted(declared - got)}, unknown {sorted(got - declared)}"
+                f" missing {sorted(needed - got)}, unknown {sorted(got - declared)}"
             )
         for name, value in outcome.metrics.items():
             if not math.isfinite(value):
                 raise ValueError(f"metric {name} of arm {arm.name!r}, seed {seed} of {self.slug} is {value}")
-
-
-def mean_metrics(rows: Sequence[Row], seeds: Sequence[int]) -> Means:
-    """Mean of every metric over ``seeds``: arm -> metric -> number; arms without all of the seeds are left out."""
-    means: dict[str, dict[str, float]] = {}
-    for arm in dict.fromkeys(row.arm for row in rows):
-        mine = {row.seed: row for row in rows if row.arm == arm}
-        if seeds and all(seed in mine for seed in seeds):
-            names = mine[seeds[0]].metrics
-            means[arm] = {n: math.fsum(mine[seed].metrics[n] for seed in seeds) / len(seeds) for n in names}
-    return means
 
 
 def summarise(rows: Sequence[Row]) -> dict[str, dict[str, dict[str, float]]]:

@@ -38,7 +38,9 @@ def plot_means(metrics: Sequence[Metric], rows: Sequence[Row], path: Path) -> No
     drawn, axes = figure(len(metrics), height=0.6 + 0.35 * len(names))
     for panel, metric in zip(axes, metrics, strict=True):
         for index, name in enumerate(names):
-            entry = summary[name][metric.name]
+            entry = summary[name].get(metric.name)
+            if entry is None:
+                continue
             colour = COLOURS[index % len(COLOURS)]
             panel.errorbar(entry["mean"], index, xerr=entry["std"], fmt="s", color=colour, capsize=3)
             seeds = [row.metrics[metric.name] for row in rows if row.arm == name]

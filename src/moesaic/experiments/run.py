@@ -151,4 +151,5 @@ def _timed(function: Measure, settings: Mapping[str, Any], seed: int, threads: i
 
 
 def _brief(experiment: Experiment, outcome: Outcome) -> str:
-    return ", ".join(f"{m.name} {outcome.metrics[m.name]:.{m.digits}f}" for m in experiment.metrics[:3])
+    shown = [metric for metric in experiment.metrics if metric.name in outcome.metrics][:3]
+    return ", ".join(f"{metric.name} {outcome.metrics[metric.name]:.{metric.digits}f}" for metric in shown)

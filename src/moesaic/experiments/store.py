@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import subprocess
 from collections.abc import Mapping, Sequence
@@ -86,9 +87,7 @@ class ResultsFile:
             "version": experiment.version,
             "settings": dict(experiment.settings),
             "arms": [{"name": arm.name, "settings": dict(arm.settings)} for arm in experiment.arms],
-            "metrics": [
-                {"name": m.name, "label": m.label, "better": m.better, "digits": m.digits} for m in experiment.metrics
-            ],
+            "metrics": [dataclasses.asdict(metric) for metric in experiment.metrics],
             "rows": self._rows,
         }
 

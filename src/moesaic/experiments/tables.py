@@ -34,7 +34,7 @@ def means_table(metrics: Sequence[Metric], summary: Mapping[str, Mapping[str, Ma
         "|---|---|" + "---|" * len(metrics),
     ]
     for arm, entry in summary.items():
-        cells = [_cell(entry[metric.name], metric.digits) for metric in metrics]
+        cells = [_cell(entry.get(metric.name), metric.digits) for metric in metrics]
         lines.append(f"| {arm} | {entry[metrics[0].name]['seeds']} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
@@ -94,6 +94,8 @@ def fill_page(path: Path, documents: Mapping[str, Mapping[str, Any]]) -> bool:
     return after != before
 
 
-def _cell(entry: Mapping[str, float], digits: int) -> str:
+def _cell(entry: Mapping[str, float] | None, digits: int) -> str:
+    if entry is None:
+        return "–"
     spread = f" ± {entry['std']:.{digits}f}" if entry["seeds"] > 1 else ""
     return f"{entry['mean']:.{digits}f}{spread}"

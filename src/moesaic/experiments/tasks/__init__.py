@@ -1,0 +1,1 @@
+"""Toy tasks that several experiments share."""
