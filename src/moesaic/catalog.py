@@ -258,6 +258,13 @@ METHODS: tuple[Method, ...] = (
         "2603.14407",
         "tabular",
         "one detector for every table: distances to neighbours in several views, gated",
+        (
+            "tabular:OneForAllDetector",
+            "tabular:MultiViewDistanceEncoder",
+            "tabular:PseudoAnomalySampler",
+            "tabular:GatedViewMoE",
+        ),
+        "moesaic.experiments.ofa_tad",
     ),
     Method(
         "timi",

@@ -63,6 +63,8 @@ class OneForAllDetector(OutlierMixin, BaseEstimator):  # type: ignore[misc]
             flags that share of the rows given to ``fit``.
         novelty: True (default) judges new rows (``predict``, ``decision_function``, ``score_samples``); False judges
             the rows of ``fit`` themselves (``fit_predict``), as in scikit-learn's LocalOutlierFactor.
+        leave_out_equal: True (default) does not compare a new row with an equal row of ``fit``, once, so that rows of
+            ``fit`` get the scores they got there; False compares with all rows, as the paper does.
         backend: of the neighbour search: ``"sklearn"``, ``"torch"`` or ``"faiss"``.
         n_jobs: threads of the neighbour search, where the backend takes them.
 
@@ -92,6 +94,7 @@ class OneForAllDetector(OutlierMixin, BaseEstimator):  # type: ignore[misc]
         n_neighbors: int | None = None,
         contamination: str | float = "auto",
         novelty: bool = True,
+        leave_out_equal: bool = True,
         backend: str = "sklearn",
         n_jobs: int | None = None,
     ) -> None:
@@ -99,6 +102,7 @@ class OneForAllDetector(OutlierMixin, BaseEstimator):  # type: ignore[misc]
         self.n_neighbors = n_neighbors
         self.contamination = contamination
         self.novelty = novelty
+        self.leave_out_equal = leave_out_equal
         self.backend = backend
         self.n_jobs = n_jobs
 
@@ -140,7 +144,7 @@ class OneForAllDetector(OutlierMixin, BaseEstimator):  # type: ignore[misc]
     def score_samples(self, X: Any) -> Vector:
         """Scores of new rows (n,) in scikit-learn's sign: minus the anomaly score, so lower is more anomalous."""
         rows_TD = self._new_rows(X)
-        return -self._score(self.encoder_.transform(rows_TD))
+        return -self._score(self.encoder_.transform(rows_TD, leave_out_equal=self.leave_out_equal))
 
     @_available_when(_judges_new_rows)
     def decision_function(self, X: Any) -> Vector:
@@ -161,10 +165,10 @@ class OneForAllDetector(OutlierMixin, BaseEstimator):  # type: ignore[misc]
         """Which views and which columns speak for each row's score.
 
         Args:
-            X: rows (n, d), not those of ``fit``; a few hundred at most, as neighbours are looked up in full.
+            X: rows (n, d), a few hundred at most, as neighbours are looked up in full.
         """
         rows_TD = self._new_rows(X)
-        out = self._forward(self.encoder_.transform(rows_TD))
+        out = self._forward(self.encoder_.transform(rows_TD, leave_out_equal=self.leave_out_equal))
         weights_TE, scores_TE = out.routing.weights_TE.numpy(), out.logits_TE.sigmoid().numpy()
         share_TE = weights_TE * scores_TE
         share_TE = share_TE / share_TE.sum(1, keepdims=True)

@@ -98,9 +98,15 @@ class MultiViewDistanceEncoder:
             columns.append(_apply_scale(scale, distance_TK))
         return np.stack(columns, axis=1)
 
-    def transform(self, rows: ArrayLike) -> Profile:
-        """Profiles (n, M, k) of rows (n, d) that are not context rows."""
-        return self.profiles_of(self.to_views(rows))
+    def transform(self, rows: ArrayLike, *, leave_out_equal: bool = False) -> Profile:
+        """Profiles (n, M, k) of rows (n, d).
+
+        Args:
+            rows: the rows.
+            leave_out_equal: one neighbour at distance 0 is taken for the row itself and left out, as it is for context
+                rows. The paper compares new rows with all context rows, hence the default.
+        """
+        return self.profiles_of(self.to_views(rows), leave_out_equal=leave_out_equal)
 
     def to_views(self, rows: ArrayLike) -> list[Matrix]:
         """The rows in each view's space, M arrays (n, d)."""
@@ -110,13 +116,16 @@ class MultiViewDistanceEncoder:
             raise ValueError(f"rows have {rows_TD.shape[1]} columns, the context had {self.width_}")
         return [view.transform(rows_TD) for view in self.transforms_]
 
-    def profiles_of(self, rows_by_view: Sequence[Matrix]) -> Profile:
-        """Profiles (n, M, k) of points given in each view's space."""
+    def profiles_of(self, rows_by_view: Sequence[Matrix], *, leave_out_equal: bool = False) -> Profile:
+        """Profiles (n, M, k) of points given in each view's space; see :meth:`transform`."""
         self._fitted()
         profile_TEK = np.empty((len(rows_by_view[0]), len(self.views), self.k_), dtype=np.float32)
         for number, (index, scale) in enumerate(zip(self.indexes_, self.scales_)):
             for part in _chunks(len(profile_TEK)):
-                profile_TEK[part, number] = _apply_scale(scale, index.query(rows_by_view[number][part], self.k_)[0])
+                distance_TK = index.query(rows_by_view[number][part], self.k_ + leave_out_equal)[0]
+                if leave_out_equal:
+                    distance_TK = np.where(distance_TK[:, :1] == 0, distance_TK[:, 1:], distance_TK[:, :-1])
+                profile_TEK[part, number] = _apply_scale(scale, distance_TK)
         return profile_TEK
 
     def neighbours(self, rows: ArrayLike, *, leave_out_self: bool = False) -> Iterator[tuple[Matrix, Matrix]]:

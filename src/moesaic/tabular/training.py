@@ -88,7 +88,7 @@ def pretrain(
     lr: float = 5e-4,
     weight_decay: float = 2e-5,
     gate_entropy_weight: float = 0.0,
-    chunk_rows: int = 64,
+    chunk_rows: int = 32,
     seed: int = 1,
     backend: str = "sklearn",
     progress: Callable[[int, float], None] | None = None,
@@ -140,7 +140,7 @@ def pretrain(
 
 
 def accumulate_loss(
-    model: GatedViewMoE, task: SourceTask, *, chunk_rows: int = 64, gate_entropy_weight: float = 0.0
+    model: GatedViewMoE, task: SourceTask, *, chunk_rows: int = 32, gate_entropy_weight: float = 0.0
 ) -> float:
     r"""Add the full-batch gradient of the loss to the parameters, a chunk of rows at a time; returns the loss.
 
