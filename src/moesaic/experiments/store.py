@@ -6,6 +6,7 @@ import dataclasses
 import json
 import subprocess
 from collections.abc import Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -137,8 +138,12 @@ def verdict(experiment: Experiment, rows: Sequence[Row]) -> list[dict[str, Any]]
     return [judge(criterion, per_seed, deterministic=experiment.deterministic) for criterion in experiment.criteria]
 
 
+@cache
 def commit() -> str | None:
-    """Commit of the source tree that runs, with ``+`` when tracked sources differ from it; None outside a checkout."""
+    """Commit of the source tree when this process first asked; None outside a checkout.
+
+    A ``+`` behind it says that tracked sources differ from the commit.
+    """
     here = str(Path(__file__).parent.parent)
     try:
         head = subprocess.run(

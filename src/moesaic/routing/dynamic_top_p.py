@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -118,7 +118,7 @@ class DynamicTopPRouter(TopPRouter):
         target: T, mean experts per row that the controller holds, in [1, E].
         normalize: standardise logits, with one learned scale per layer.
         scope: ``"model"`` or ``"layer"``.
-        **controller: ``kp``, ``ki``, ``p0``, ``p_min``, ``p_max``, ``ema`` of :class:`PIThresholdController`.
+        kp, ki, p0, p_min, p_max, ema: see :class:`PIThresholdController`.
 
     Shapes:
         x_TD -> Routing with K = most experts used by one row.
@@ -135,14 +135,21 @@ class DynamicTopPRouter(TopPRouter):
         *,
         normalize: bool = True,
         scope: str = "model",
-        **controller: Any,
+        kp: float = 0.1,
+        ki: float = 0.1,
+        p0: float | None = None,
+        p_min: float = 1e-3,
+        p_max: float = 1.0,
+        ema: float = 0.0,
     ) -> None:
         super().__init__(dim, num_experts, 1.0, normalize=normalize)
         if scope not in SCOPES:
             raise ValueError(f"scope must be one of {SCOPES}, got {scope!r}")
         self.target = target
         self.scope = scope
-        self.own_controller: PIThresholdController | None = PIThresholdController(target, num_experts, **controller)
+        self.own_controller: PIThresholdController | None = PIThresholdController(
+            target, num_experts, kp=kp, ki=ki, p0=p0, p_min=p_min, p_max=p_max, ema=ema
+        )
         # In a tuple, so that a controller of the model does not become a part of each layer.
         self._shared: tuple[PIThresholdController, ...] = ()
 
