@@ -117,6 +117,8 @@ __all__ = [
     "test_time_adaptation",
 ]
 
+register_when_loaded()
+
 
 def __getattr__(name: str) -> Any:
     if name not in _HOME:

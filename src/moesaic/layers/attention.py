@@ -10,8 +10,11 @@ from torch import Tensor, nn
 from moesaic.layers.norm import Norm
 from moesaic.layers.rotary import rotate
 
-# (module, q_BHSC, k_BHSC, v_BHSC, mask, scaling=..., dropout=...) -> (B, S, H, C), weights: transformers' attention interface.
+# transformers' attention interface: (module, q_BHSC, k_BHSC, v_BHSC, mask, scaling=..., dropout=...) -> y_BSHC, weights
 AttentionFunction = Callable[..., tuple[Tensor, Any]]
+
+
+QK_NORMS = (True, False, "head", "full")
 
 
 class Attention(nn.Module):
@@ -22,7 +25,8 @@ class Attention(nn.Module):
         num_heads: H.
         num_kv_heads: key-value heads; divides H.
         head_dim: width of a head, even; D / H by default.
-        qk_norm: normalise each head's queries and keys (arXiv:2302.05442), with learned scale.
+        qk_norm: normalise queries and keys (arXiv:2302.05442), with learned scale: True or ``"head"`` for each head by
+            itself, ``"full"`` for all heads together (OLMoE), False for neither.
         norm: kind of that norm.
         eps: of that norm.
         scale: factor on the scores; 1 / sqrt(head_dim) by default.
@@ -41,7 +45,7 @@ class Attention(nn.Module):
         num_kv_heads: int | None = None,
         head_dim: int | None = None,
         *,
-        qk_norm: bool = True,
+        qk_norm: bool | str = True,
         norm: str = "rms",
         eps: float = 1e-6,
         scale: float | None = None,
@@ -56,6 +60,8 @@ class Attention(nn.Module):
             head_dim = dim // num_heads
         if head_dim < 2 or head_dim % 2:
             raise ValueError(f"head_dim must be even and at least 2 (rotary turns pairs), got {head_dim}")
+        if qk_norm not in QK_NORMS:
+            raise ValueError(f"qk_norm must be one of {QK_NORMS}, got {qk_norm!r}")
         self.head_dim = head_dim
         self.num_heads = num_heads
         self.num_key_value_groups = num_heads // num_kv_heads
@@ -65,8 +71,10 @@ class Attention(nn.Module):
         self.k_proj = nn.Linear(dim, num_kv_heads * head_dim, bias=False)
         self.v_proj = nn.Linear(dim, num_kv_heads * head_dim, bias=False)
         self.o_proj = nn.Linear(num_heads * head_dim, dim, bias=False)
-        self.q_norm = Norm(head_dim, norm, eps) if qk_norm else None
-        self.k_norm = Norm(head_dim, norm, eps) if qk_norm else None
+        self.full_norm = qk_norm == "full"
+        widths = (num_heads * head_dim, num_kv_heads * head_dim) if self.full_norm else (head_dim, head_dim)
+        self.q_norm = Norm(widths[0], norm, eps) if qk_norm else None
+        self.k_norm = Norm(widths[1], norm, eps) if qk_norm else None
 
     def forward(
         self,
@@ -87,9 +95,12 @@ class Attention(nn.Module):
             extend: takes the new keys and values and returns all, the cached ones included.
             **options: for ``attend``.
         """
+        q, k, v = self.q_proj(x_BSD), self.k_proj(x_BSD), self.v_proj(x_BSD)
+        if self.full_norm and self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
         shape = (*x_BSD.shape[:2], -1, self.head_dim)
-        q, k, v = (proj(x_BSD).view(shape) for proj in (self.q_proj, self.k_proj, self.v_proj))
-        if self.q_norm is not None and self.k_norm is not None:
+        q, k, v = (tensor.view(shape) for tensor in (q, k, v))
+        if not self.full_norm and self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         q, k, v = (tensor.transpose(1, 2) for tensor in (q, k, v))
         q, k = rotate(q, *rotary), rotate(k, *rotary)

@@ -32,7 +32,7 @@ def rotate(x_BHSC: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         cos: (B, 1, S, d / 2).
         sin: (B, 1, S, d / 2).
     """
-    rotated: Tensor = _Rotate.apply(x_BHSC, cos.to(x_BHSC.dtype), sin.to(x_BHSC.dtype))
+    rotated: Tensor = _Rotate.apply(x_BHSC, cos.to(x_BHSC.dtype), sin.to(x_BHSC.dtype))  # type: ignore[no-untyped-call]
     return rotated
 
 
@@ -55,4 +55,5 @@ class _Rotate(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
-        return _turn(dy, *ctx.saved_tensors, -1), None, None
+        cos, sin = ctx.saved_tensors
+        return _turn(dy, cos, sin, -1), None, None

@@ -1,20 +1,58 @@
-"""Whole models: the reference language model, handles on any model's MoE layers, load and export."""
+"""Whole models: the reference language model, handles on any model's MoE layers, load and export.
 
-from moesaic.models.configuration import MoesaicConfig
-from moesaic.models.handle import MoELayer, moe_layers
-from moesaic.models.load import load
-from moesaic.models.modeling import MoesaicForCausalLM, MoesaicModel, MoesaicOutput
-from moesaic.models.override import override_routing
-from moesaic.models.record import record_routing
+Names are loaded when first used: importing transformers takes seconds, and ``import moesaic`` passes through here.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from moesaic.models.configuration import MoesaicConfig
+    from moesaic.models.exporting import Exported, export
+    from moesaic.models.handle import MoELayer, moe_layers
+    from moesaic.models.loading import load
+    from moesaic.models.modeling import MoesaicForCausalLM, MoesaicModel, MoesaicOutput
+    from moesaic.models.override import override_routing
+    from moesaic.models.record import record_routing
+
+_HOME = {
+    "Exported": "exporting",
+    "MoELayer": "handle",
+    "MoesaicConfig": "configuration",
+    "MoesaicForCausalLM": "modeling",
+    "MoesaicModel": "modeling",
+    "MoesaicOutput": "modeling",
+    "export": "exporting",
+    "load": "loading",
+    "moe_layers": "handle",
+    "override_routing": "override",
+    "record_routing": "record",
+}
 
 __all__ = [
+    "Exported",
     "MoELayer",
     "MoesaicConfig",
     "MoesaicForCausalLM",
     "MoesaicModel",
     "MoesaicOutput",
+    "export",
     "load",
     "moe_layers",
     "override_routing",
     "record_routing",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'moesaic.models' has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"moesaic.models.{_HOME[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -33,7 +33,7 @@ class MoesaicConfig(PreTrainedConfig):
         norm: ``"rms"`` or ``"layer"`` (no bias).
         norm_scale: whether norms before sublayers have a learned factor.
         norm_eps: of norms.
-        qk_norm: normalise queries and keys.
+        qk_norm: normalise queries and keys: True for each head, ``"full"`` for all heads together, False for neither.
         attention_scale: factor on attention scores; 1 / sqrt(head_dim) by default.
         rope_theta: base of rotary positions.
         ngram: ``{"orders": [2, 3], "rows": R}`` adds hashed n-gram embeddings at the input; None for none.
@@ -70,7 +70,7 @@ class MoesaicConfig(PreTrainedConfig):
     norm: str = "rms"
     norm_scale: bool = True
     norm_eps: float = 1e-6
-    qk_norm: bool = True
+    qk_norm: bool | str = True
     attention_scale: float | None = None
     rope_theta: float = 10000.0
     ngram: dict[str, Any] | None = None
@@ -102,7 +102,8 @@ class MoesaicConfig(PreTrainedConfig):
         kinds = self.mlp_layer_types
         if len(kinds) != self.num_hidden_layers or not set(kinds) <= {"dense", "moe"}:
             raise ValueError(
-                f"mlp_layer_types must name 'dense' or 'moe' for each of the {self.num_hidden_layers} layers, got {kinds}"
+                f"mlp_layer_types must name 'dense' or 'moe' for each of the {self.num_hidden_layers} layers,"
+                f" got {kinds}"
             )
         for name in (
             "vocab_size",
@@ -118,4 +119,4 @@ class MoesaicConfig(PreTrainedConfig):
             raise ValueError(f"shift must be at least 0, got {self.shift}")
         if self.logit_cap is not None and self.logit_cap <= 0:
             raise ValueError(f"logit_cap must be positive or None, got {self.logit_cap}")
-        super().__post_init__(**kwargs)
+        super().__post_init__(**kwargs)  # type: ignore[no-untyped-call]

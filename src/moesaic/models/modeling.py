@@ -2,34 +2,39 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from transformers import DynamicCache, GenerationMixin, PreTrainedModel
-from transformers.masking_utils import create_causal_mask
-from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-from transformers.utils import ModelOutput
+from transformers.utils.generic import ModelOutput
 
 from moesaic.experts import SharedExpert
-from moesaic.layers import MoE
 from moesaic.layers.attention import Attention
 from moesaic.layers.ngram import NgramEmbedding
 from moesaic.layers.norm import Norm
 from moesaic.layers.rotary import rotary_angles
 from moesaic.layers.shift import CausalShift
+from moesaic.models.block import BlockCall, MoesaicBlock
 from moesaic.models.configuration import MoesaicConfig
 from moesaic.models.history import History
-from moesaic.models.parts import EXPERTS, LOSSES, ROUTERS, SHARED, build
-from moesaic.routing import Context, Routing
+from moesaic.models.inputs import attention_pattern, eager_attention, is_packed, read_context
+from moesaic.models.loading_report import check_loading
+from moesaic.routing import ParameterSpec, Routing, share_controllers
+
+# What transformers' own callers add to a forward; everything else that is unknown is refused, not swallowed.
+_IGNORED = {"return_dict", "output_attentions", "output_router_logits"}
+_FOR_ATTENTION = {"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "is_causal"}
 
 
 @dataclass
-class MoesaicOutput(ModelOutput):  # type: ignore[misc]
+class MoesaicOutput(ModelOutput):
     """What the model returns.
 
     Attributes:
@@ -51,101 +56,7 @@ class MoesaicOutput(ModelOutput):  # type: ignore[misc]
     routings: tuple[Routing, ...] | None = None
 
 
-@dataclass(frozen=True, eq=False)
-class Call:
-    """What all layers of one forward share."""
-
-    context: Context
-    mask: Tensor | None
-    real_BS1: Tensor | None
-    rotary: tuple[Tensor, Tensor]
-    attend: Callable[..., Any]
-    options: dict[str, Any]
-
-
-class MoesaicBlock(GradientCheckpointingLayer):  # type: ignore[misc]
-    """Attention, then a dense or an MoE feed-forward, each with a norm before and a residual around."""
-
-    def __init__(self, config: MoesaicConfig, index: int) -> None:
-        super().__init__()
-        dim = config.hidden_size
-        self.index = index
-        self.attention_norm = Norm(dim, config.norm, config.norm_eps, scale=config.norm_scale)
-        self.attention = Attention(
-            dim,
-            config.num_attention_heads,
-            config.num_key_value_heads,
-            config.head_dim,
-            qk_norm=config.qk_norm,
-            norm=config.norm,
-            eps=config.norm_eps,
-            scale=config.attention_scale,
-        )
-        self.mlp_norm = Norm(dim, config.norm, config.norm_eps, scale=config.norm_scale)
-        assert config.mlp_layer_types is not None
-        self.mlp = build_moe(config, index) if config.mlp_layer_types[index] == "moe" else dense_mlp(config)
-        self.attention_shift = CausalShift(dim, config.shift) if config.shift else None
-        self.mlp_shift = CausalShift(dim, config.shift) if config.shift else None
-
-    def forward(
-        self, x_BSD: Tensor, call: Call, cache: Any | None = None, history: History | None = None
-    ) -> tuple[Tensor, Routing | None]:
-        """(B, S, D) -> (B, S, D), and the routing of an MoE layer."""
-        extend = None
-        if cache is not None:
-
-            def extend(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-                kept: tuple[Tensor, Tensor] = cache.update(k, v, self.index)
-                return kept
-
-        h = self._shift(self.attention_shift, self.attention_norm(x_BSD), call, history)
-        x_BSD = x_BSD + self.attention(h, call.rotary, call.attend, call.mask, extend, **call.options)
-        h = self._shift(self.mlp_shift, self.mlp_norm(x_BSD), call, history)
-        if isinstance(self.mlp, MoE):
-            y, routing = self.mlp(h, call.context)
-            return x_BSD + y, routing
-        return x_BSD + self.mlp(h), None
-
-    @staticmethod
-    def _shift(shift: CausalShift | None, h_BSD: Tensor, call: Call, history: History | None) -> Tensor:
-        if shift is None:
-            return h_BSD
-        if call.real_BS1 is not None:
-            h_BSD = h_BSD * call.real_BS1
-        mixed: Tensor = shift(h_BSD, None if history is None else history.extend(h_BSD))
-        return mixed
-
-
-def build_moe(config: MoesaicConfig, index: int) -> MoE:
-    """The MoE layer that a configuration describes.
-
-    Raises:
-        ValueError: an unknown name or argument, parts that do not fit, a router that would show a causal model its future.
-    """
-    assert config.router is not None and config.experts is not None and config.losses is not None
-    given = {"dim": config.hidden_size, "num_experts": config.num_experts}
-    router = build(ROUTERS, "router", config.router, **given)
-    router.check_causal()
-    router.layer_name = f"model.layers.{index}.mlp"
-    router.layer_index = index
-    zero = {"zero_down": config.zero_init_outputs, "activation": config.activation}
-    bank = build(EXPERTS, "experts", config.experts, **given, width=config.expert_width, **zero)
-    shared = None
-    if config.shared is not None:
-        spec = {"name": "ffn", **config.shared}
-        shared = build(SHARED, "shared", spec, dim=config.hidden_size, width=config.expert_width, **zero)
-    losses = [build(LOSSES, "loss", spec) for spec in config.losses]
-    return MoE(bank, router, shared, losses)
-
-
-def dense_mlp(config: MoesaicConfig) -> SharedExpert:
-    """The feed-forward of a dense layer."""
-    return SharedExpert(
-        config.hidden_size, config.intermediate_size, config.activation, zero_down=config.zero_init_outputs
-    )
-
-
-class MoesaicPreTrainedModel(PreTrainedModel):  # type: ignore[misc]
+class MoesaicPreTrainedModel(PreTrainedModel):
     """What both models share: initialisation and what transformers asks of a model."""
 
     config_class = MoesaicConfig
@@ -157,10 +68,44 @@ class MoesaicPreTrainedModel(PreTrainedModel):  # type: ignore[misc]
     _supports_attention_backend = True
     # Routers select and weigh in float32 whatever the model's dtype.
     _keep_in_fp32_modules_strict = {"router"}  # noqa: RUF012
+    config: MoesaicConfig
+
+    @classmethod
+    def from_pretrained(  # type: ignore[override]
+        cls, path: str | os.PathLike[str], *args: Any, output_loading_info: bool = False, **options: Any
+    ) -> Any:
+        """As in transformers, except that a tensor that is missing, left over or of another shape is an error.
+
+        Args:
+            path: folder of a checkpoint.
+            *args: as in transformers.
+            output_loading_info: also return transformers' report.
+            **options: as in transformers (``dtype``, ``device_map`` ...).
+
+        Raises:
+            ValueError: tensors that do not fit, named.
+        """
+        loaded: Any = super().from_pretrained(path, *args, output_loading_info=True, **options)
+        model, report = loaded
+        check_loading(str(path), report)
+        return (model, report) if output_loading_info else model
+
+    def _set_gradient_checkpointing(
+        self,
+        enable: bool = True,
+        gradient_checkpointing_func: Callable[..., Any] = checkpoint,
+        every_n_layers: int = 1,
+    ) -> None:
+        if enable and getattr(gradient_checkpointing_func, "keywords", {}).get("use_reentrant"):
+            raise ValueError(
+                "gradient checkpointing with use_reentrant=True loses the gradient of the routings, which layers return"
+                " beside their output: use the default, use_reentrant=False"
+            )
+        super()._set_gradient_checkpointing(enable, gradient_checkpointing_func, every_n_layers)
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
-        config: MoesaicConfig = self.config
+        config = self.config
         if isinstance(module, nn.Embedding):
             module.weight.normal_(0, config.embedding_std)
         elif isinstance(module, nn.Linear):
@@ -174,8 +119,8 @@ class MoesaicPreTrainedModel(PreTrainedModel):  # type: ignore[misc]
             module.table_RD.zero_()
         elif isinstance(module, CausalShift):
             module.weight_JD.zero_()
-        elif hasattr(module, "reset_parameters"):
-            module.reset_parameters()
+        elif callable(reset := getattr(module, "reset_parameters", None)):
+            reset()
         if config.zero_init_outputs:
             if isinstance(module, Attention):
                 module.o_proj.weight.zero_()
@@ -194,10 +139,14 @@ class MoesaicModel(MoesaicPreTrainedModel):
         self.embed_norm = (
             None if self.ngram is None else Norm(config.hidden_size, config.norm, config.norm_eps, scale=False)
         )
-        self.layers = nn.ModuleList(MoesaicBlock(config, index) for index in range(config.num_hidden_layers))
+        blocks = [MoesaicBlock(config, index) for index in range(config.num_hidden_layers)]
+        self.layers = nn.ModuleList(blocks)
+        # A controller that serves many layers belongs to the model.
+        share_controllers(self)
         self.norm = Norm(config.hidden_size, config.norm, config.norm_eps, scale=config.norm_scale)
+        self.head_dim = blocks[0].attention.head_dim
         self.gradient_checkpointing = False
-        self.post_init()
+        self.post_init()  # type: ignore[no-untyped-call]
 
     def forward(
         self,
@@ -212,7 +161,7 @@ class MoesaicModel(MoesaicPreTrainedModel):
         **options: Any,
     ) -> tuple[Tensor, Any | None, list[Tensor], list[Routing]]:
         """Final states (B, S, D), cache, hidden states (when asked for), routings."""
-        config: MoesaicConfig = self.config
+        config = self.config
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("exactly one of input_ids and inputs_embeds must be given")
         if self.ngram is not None and input_ids is None:
@@ -229,17 +178,35 @@ class MoesaicModel(MoesaicPreTrainedModel):
         past = 0 if cache is None else int(cache.get_seq_length())
         x_BSD = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
         batch, length = x_BSD.shape[:2]
-        context, position_BS = self._context(attention_mask, position_ids, batch, length, past, x_BSD.device, condition)
+        context = read_context(
+            attention_mask,
+            position_ids,
+            batch,
+            length,
+            past,
+            training=self.training,
+            device=x_BSD.device,
+            condition=condition,
+        )
+        packed = is_packed(context, batch)
+        if packed and (self.ngram is not None or config.shift):
+            raise ValueError(
+                "position_ids start again inside a row (packed sequences): n-gram embeddings and shift would look"
+                " across the seam; give one sequence a row"
+            )
+        assert context.position_T is not None
+        position_BS = context.position_T.view(batch, length)
         real_BS = None if context.token_mask_T is None else context.token_mask_T.view(batch, length)
         history = History(cache, config.num_hidden_layers)
         if self.ngram is not None:
             x_BSD = self._with_ngrams(x_BSD, input_ids, real_BS, history)
-        call = Call(
+        plain = attention_mask is None and not past and not packed
+        call = BlockCall(
             context,
-            self._mask(x_BSD, attention_mask, position_BS, cache),
+            attention_pattern(config, x_BSD, attention_mask, position_BS, cache, plain),
             None if real_BS is None else real_BS[..., None],
-            rotary_angles(position_BS, self.layers[0].attention.head_dim, config.rope_theta),
-            ALL_ATTENTION_FUNCTIONS[config._attn_implementation] if config._attn_implementation != "eager" else eager,
+            rotary_angles(position_BS, self.head_dim, config.rope_theta),
+            ALL_ATTENTION_FUNCTIONS.get_interface(config._attn_implementation, eager_attention),
             options,
         )
         states: list[Tensor] = []
@@ -263,72 +230,14 @@ class MoesaicModel(MoesaicPreTrainedModel):
         normed: Tensor = self.embed_norm(x_BSD + extra)
         return normed
 
-    def _context(
-        self,
-        attention_mask: Tensor | None,
-        position_ids: Tensor | None,
-        batch: int,
-        length: int,
-        past: int,
-        device: torch.device,
-        condition: dict[str, Tensor] | None,
-    ) -> tuple[Context, Tensor]:
-        if position_ids is None and past and attention_mask is None:
-            position_ids = torch.arange(past, past + length, device=device)
-        phase = "train" if self.training else "decode" if past else "prefill"
-        mask = attention_mask if attention_mask is not None and attention_mask.dim() == 2 else None
-        if attention_mask is not None and attention_mask.dim() not in (2, 4):
-            raise ValueError(
-                "attention_mask must have shape (B, S), 1 for real tokens, or (B, 1, S, S') saying who attends to whom;"
-                f" got {tuple(attention_mask.shape)}"
-            )
-        context = Context.from_mask(
-            mask, batch, length, device=device, position_BS=position_ids, phase=phase, condition=condition
-        )
-        if context.token_mask_T is not None and bool(context.token_mask_T.all()):
-            context = context.replace(token_mask_T=None)
-        assert context.position_T is not None
-        return context, context.position_T.view(batch, length)
 
-    def _mask(
-        self, x_BSD: Tensor, attention_mask: Tensor | None, position_BS: Tensor, cache: Any | None
-    ) -> Tensor | None:
-        if (
-            attention_mask is None
-            and (cache is None or not cache.get_seq_length())
-            and self.config._attn_implementation == "sdpa"
-        ):
-            return None  # plain causal attention, which the kernel does without a mask
-        mask: Tensor | None = create_causal_mask(
-            config=self.config,
-            inputs_embeds=x_BSD,
-            attention_mask=attention_mask,
-            cache=cache,
-            position_ids=position_BS,
-        )
-        return mask
+class Head(nn.Linear):
+    """The projection to the vocabulary."""
+
+    parameter_axes: ClassVar[dict[str, ParameterSpec]] = {"weight": ParameterSpec(("vocab", "model"), "head")}
 
 
-def eager(
-    module: Attention,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Tensor | None,
-    scaling: float,
-    dropout: float = 0.0,
-    **_: Any,
-) -> tuple[Tensor, Tensor]:
-    """Attention by plain operations, which returns its weights."""
-    k, v = (tensor.repeat_interleave(module.num_key_value_groups, 1) for tensor in (k, v))
-    scores = q @ k.transpose(-1, -2) * scaling
-    if mask is not None:
-        scores = scores + mask if mask.dtype != torch.bool else scores.masked_fill(~mask, torch.finfo(scores.dtype).min)
-    weights = scores.float().softmax(-1).to(q.dtype)
-    return (weights @ v).transpose(1, 2), weights
-
-
-class MoesaicForCausalLM(MoesaicPreTrainedModel, GenerationMixin):  # type: ignore[misc]
+class MoesaicForCausalLM(MoesaicPreTrainedModel, GenerationMixin):
     """The reference language model.
 
     A transformers model: ``from_pretrained``, ``save_pretrained``, ``generate``, gradient checkpointing; after
@@ -346,19 +255,18 @@ class MoesaicForCausalLM(MoesaicPreTrainedModel, GenerationMixin):  # type: igno
     def __init__(self, config: MoesaicConfig) -> None:
         super().__init__(config)
         self.model = MoesaicModel(config)
-        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
-        self.post_init()
+        self.lm_head = Head(config.hidden_size, config.vocab_size, bias=False)
+        self.post_init()  # type: ignore[no-untyped-call]
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
         super()._init_weights(module)
-        if module is self.lm_head and self.config.zero_init_outputs and not self.config.tie_word_embeddings:
+        if isinstance(module, Head) and self.config.zero_init_outputs and not self.config.tie_word_embeddings:
             module.weight.zero_()
 
-    @property
-    def parameter_axes(self) -> dict[str, Any]:
-        """Roles are declared by the parts; the head's by its own module."""
-        return {}
+    def create_masks_for_generate(self, attention_mask: Tensor | None = None, **_: Any) -> Tensor | None:
+        """The 2-D mask as it is, also for caches of fixed size: routers must know which tokens are padding."""
+        return attention_mask
 
     def forward(
         self,
@@ -373,6 +281,7 @@ class MoesaicForCausalLM(MoesaicPreTrainedModel, GenerationMixin):  # type: igno
         output_routings: bool | None = None,
         logits_to_keep: int | Tensor = 0,
         condition: dict[str, Tensor] | None = None,
+        num_items_in_batch: int | Tensor | None = None,
         **options: Any,
     ) -> MoesaicOutput:
         """Next-token logits.
@@ -383,16 +292,21 @@ class MoesaicForCausalLM(MoesaicPreTrainedModel, GenerationMixin):  # type: igno
             position_ids: (B, S); counted from the first real token by default.
             cache: keys and values of earlier calls.
             inputs_embeds: (B, S, D) instead of ids.
-            labels: (B, S) ids to predict, position t from those before t; -100 is left out.
+            labels: (B, S) ids to predict, position t from those before t; -100 and padding are left out.
             use_cache: return a cache; by default outside training.
             output_hidden_states: return hidden states.
             output_routings: return one Routing per MoE layer.
             logits_to_keep: only the last so many positions' logits (0 for all), or indices.
             condition: named tensors for routers and experts that need them.
+            num_items_in_batch: targets of the whole optimizer step, by which the summed loss is divided under
+                gradient accumulation; those of this call by default.
             **options: passed to the attention function.
+
+        Raises:
+            ValueError: inputs, masks, positions or labels that do not fit; an unknown argument.
         """
-        options.pop("return_dict", None)
-        options.pop("output_attentions", None)
+        _check_options(options)
+        options = {name: value for name, value in options.items() if name in _FOR_ATTENTION}
         x_BSD, cache, states, routings = self.model(
             input_ids=input_ids,
             attention_mask=attention_mask,
@@ -410,7 +324,9 @@ class MoesaicForCausalLM(MoesaicPreTrainedModel, GenerationMixin):  # type: igno
             logits = self.config.logit_cap * torch.tanh(logits / self.config.logit_cap)
         terms = [value for routing in routings for value in routing.losses.values()]
         aux_loss = torch.stack(terms).sum() if terms else None
-        lm_loss = None if labels is None else _cross_entropy(logits, labels)
+        lm_loss = None
+        if labels is not None:
+            lm_loss = _cross_entropy(logits, _real_labels(labels, attention_mask), num_items_in_batch)
         loss = lm_loss
         if lm_loss is not None and aux_loss is not None and self.training:
             loss = lm_loss + aux_loss
@@ -426,9 +342,25 @@ class MoesaicForCausalLM(MoesaicPreTrainedModel, GenerationMixin):  # type: igno
         )
 
 
-def _cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
+def _check_options(options: dict[str, Any]) -> None:
+    if options.get("past_key_values") is not None:
+        raise ValueError("past_key_values is called cache here, as in transformers from 5.24 on")
+    unknown = sorted(set(options) - _IGNORED - _FOR_ATTENTION - {"past_key_values"})
+    if unknown:
+        raise ValueError(f"the model does not take {unknown}")
+
+
+def _real_labels(labels: Tensor, attention_mask: Tensor | None) -> Tensor:
+    if attention_mask is None or attention_mask.dim() != 2 or attention_mask.shape[1] < labels.shape[1]:
+        return labels
+    return labels.masked_fill(attention_mask[:, attention_mask.shape[1] - labels.shape[1] :] == 0, -100)
+
+
+def _cross_entropy(logits: Tensor, labels: Tensor, items: int | Tensor | None) -> Tensor:
     if logits.shape[:2] != labels.shape:
         raise ValueError(f"labels must have shape {tuple(logits.shape[:2])} like the logits, got {tuple(labels.shape)}")
     targets = labels[:, 1:].reshape(-1)
-    losses = F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), targets, ignore_index=-100, reduction="sum")
-    return losses / (targets != -100).sum().clamp(min=1)
+    rows = logits[:, :-1].flatten(0, 1)
+    rows = rows if rows.dtype == torch.float64 else rows.float()
+    losses = F.cross_entropy(rows, targets, ignore_index=-100, reduction="sum")
+    return losses / ((targets != -100).sum().clamp(min=1) if items is None else items)

@@ -47,7 +47,8 @@ def build(table: Mapping[str, type[Any]], kind: str, spec: Mapping[str, Any] | s
         table: one of the tables above.
         kind: what it is, for messages (``"router"``).
         spec: ``{"name": ..., argument: value, ...}``, or the bare name.
-        **given: arguments that the model knows (``dim``, ``num_experts``); those that the part does not take are left out.
+        **given: arguments that the model knows (``dim``, ``num_experts``); those that the part does not take are left
+            out.
 
     Raises:
         ValueError: no name, an unknown one, an argument that the part does not take, or that it refuses.

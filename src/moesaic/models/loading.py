@@ -1,0 +1,106 @@
+"""Opening a checkpoint: ours or a transformers MoE; what is missing is an error, never a random tensor."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from moesaic.models.configuration import FORMAT, MoesaicConfig
+from moesaic.models.loading_report import check_loading
+from moesaic.models.modeling import MoesaicForCausalLM
+
+
+def load(
+    path: str | os.PathLike[str], *, dtype: torch.dtype | str = "auto", device: torch.device | str | None = None
+) -> PreTrainedModel:
+    """Open a causal language model from a folder: ours, or any that transformers knows.
+
+    Nothing is downloaded. The model comes back in evaluation mode.
+
+    Args:
+        path: folder with config.json and safetensors.
+        dtype: of the weights; ``"auto"`` as they are stored. Our routers stay float32.
+        device: where to put it; the CPU by default.
+
+    Raises:
+        FileNotFoundError: no such folder, no config.json, no weights.
+        ValueError: a configuration that cannot be read, names an unknown part, or has a newer format; a damaged shard;
+            tensors that are missing, left over, or of another shape, all named.
+    """
+    folder = Path(path)
+    kind = _model_type(folder)
+    _check_shards(folder)
+    cls: Any = MoesaicForCausalLM if kind == MoesaicConfig.model_type else AutoModelForCausalLM
+    try:
+        model, report = cls.from_pretrained(
+            folder, dtype=dtype, output_loading_info=True, local_files_only=True, use_safetensors=True
+        )
+    except SafetensorError as error:
+        raise ValueError(f"{folder} holds a damaged safetensors file: {error}") from error
+    except RuntimeError as error:
+        if "size mismatch" in str(error) or "mismatch" in str(error):
+            raise ValueError(f"{folder}: tensors do not have the shapes that config.json asks for: {error}") from error
+        raise
+    check_loading(str(folder), report)
+    loaded: PreTrainedModel = model.eval() if device is None else model.eval().to(device)
+    return loaded
+
+
+def _model_type(folder: Path) -> str:
+    if not folder.is_dir():
+        raise FileNotFoundError(f"{folder} is not a folder: give the folder of a checkpoint, with config.json in it")
+    file = folder / "config.json"
+    if not file.is_file():
+        raise FileNotFoundError(f"{folder} has no config.json: it is not a checkpoint")
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
+        kind = config["model_type"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{file} is not the configuration of a model: {type(error).__name__}: {error}") from error
+    version = config.get("moesaic_format", 0)
+    if isinstance(version, int) and version > FORMAT:
+        raise ValueError(f"{file} has format {version}, this moesaic reads up to {FORMAT}: install a newer moesaic")
+    return str(kind)
+
+
+def _check_shards(folder: Path) -> None:
+    """Every shard is there and whole, by the length that its header states."""
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        try:
+            names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+        except (ValueError, KeyError, AttributeError) as error:
+            raise ValueError(f"{index} is not an index of shards: {error}") from error
+    else:
+        names = ["model.safetensors"]
+    missing = [name for name in names if not (folder / name).is_file()]
+    if missing:
+        raise FileNotFoundError(f"{folder} lacks {len(missing)} of {len(names)} weight files: {', '.join(missing[:5])}")
+    for name in names:
+        check_whole(folder / name)
+
+
+def check_whole(file: Path) -> None:
+    """Refuse a safetensors file that is shorter or longer than its header says.
+
+    Raises:
+        ValueError: a file that is truncated or no safetensors file.
+    """
+    size = file.stat().st_size
+    try:
+        with file.open("rb") as opened:
+            header_size = int.from_bytes(opened.read(8), "little")
+            if not 2 <= header_size <= size - 8:
+                raise ValueError(f"its header would take {header_size} of {size} bytes")
+            header = json.loads(opened.read(header_size))
+        end = max((entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"), default=0)
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{file} is truncated or no safetensors file: {error}") from error
+    if size != 8 + header_size + end:
+        raise ValueError(f"{file} is damaged: its header promises {8 + header_size + end} bytes, it has {size}")
