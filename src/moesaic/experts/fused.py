@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from moesaic.experts.activations import Activation
 from moesaic.routing.dispatch import Dispatch
@@ -76,7 +75,8 @@ def fused_ffn(
     .. math:: y_t = \sum_k w_{t,k} \, (D_e \, \mathrm{act}(U_e x_t, G_e x_t) + b_e), \quad e = \mathrm{ids}_{t,k}
 
     No gathered input and no expert output of all N assignments is ever formed. For the backward the projections before
-    the activation are kept (N x F, twice if gated), nothing else. Its gradient cannot be differentiated again.
+    the activation are kept (N x F, twice if gated), nothing else. Its gradient cannot be
+    differentiated again: a backward with ``create_graph`` raises RuntimeError.
 
     Args:
         x_TD: (T, D) rows, of the dtype of the parameters.
@@ -190,8 +190,13 @@ class _FusedFFN(torch.autograd.Function):
         return y_TO
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, dy_TO: Tensor) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled():
+            # Refused here and not at the second derivative, which autograd may leave out in silence.
+            raise RuntimeError(
+                "create_graph=True: the fused backward of experts cannot be differentiated again; compute the forward inside"
+                ' moesaic.experts.backend("reference")'
+            )
         x_TD, weights_TK, *rest = ctx.saved_tensors
         needs_x, needs_weights, _, *needs = ctx.needs_input_grad
         parameters = Parameters.stacked(rest[:6], ctx.plan.widths)

@@ -30,6 +30,10 @@ class Dispatch:
         flat = expert_ids_TK.reshape(-1)
         counts_E1 = torch.bincount(flat, minlength=num_experts + 1)
         counts: list[int] = counts_E1.tolist()
+        if len(counts) > num_experts + 1:
+            raise ValueError(
+                f"expert_ids_TK holds {len(counts) - 1}; allowed are 0..{num_experts}, the last for an empty slot"
+            )
         filled = flat.numel() - counts[num_experts]
         slot_N = torch.argsort(flat, stable=True)[:filled]  # the empty id is the largest, so empty slots come last
         width = max(expert_ids_TK.shape[1], 1)
