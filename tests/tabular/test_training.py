@@ -44,7 +44,7 @@ def test_loss_is_mse_on_scores_minus_entropy():
     mse = float((out.score_T.detach() - task.label_T).square().mean())
     assert accumulate_loss(network, task) == pytest.approx(mse, rel=1e-5)
     entropic = accumulate_loss(network, task, gate_entropy_weight=2.0)
-    assert entropic == pytest.approx(mse - 2.0 * float(out.routing.entropy), rel=1e-5)
+    assert entropic == pytest.approx(mse - 2.0 * float(out.routing.entropy.detach()), rel=1e-5)
 
 
 def test_gate_entropy_weight_flattens_the_gate(rng):

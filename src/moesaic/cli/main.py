@@ -21,9 +21,11 @@ from moesaic.cli.common import BAD_INPUT, FAILED, INTERRUPTED
 # Command -> module:function. Command modules import torch and transformers inside their function, so that
 # `moesaic --version` and `--help` answer at once.
 COMMANDS = {
+    "detect": "moesaic.cli.detect:detect",
     "doctor": "moesaic.cli.doctor:doctor",
     "inspect": "moesaic.cli.inspect:inspect",
     "methods": "moesaic.cli.methods:methods",
+    "quickstart": "moesaic.cli.quickstart:quickstart",
     "reproduce": "moesaic.cli.reproduce:reproduce",
     "train": "moesaic.cli.train:train",
 }

@@ -116,7 +116,7 @@ def _learn(name: str, values: Any) -> Column:
         present = numbers[~missing]
         # The middle element rather than a mean of two: it cannot overflow.
         fill = float(np.sort(present)[len(present) // 2]) if len(present) else 0.0
-        return Column(name, fill, bool(missing.any()) and not bool(missing.all()))
+        return Column(name, fill, bool(missing.any()))
     texts, missing = _texts(values)
     found, counts = np.unique(texts[~missing], return_counts=True)
     if len(found) > _MAX_CATEGORIES:

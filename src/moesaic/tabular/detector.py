@@ -172,7 +172,10 @@ class OneForAllDetector(OutlierMixin, BaseEstimator):  # type: ignore[misc]
         weights_TE, scores_TE = out.routing.weights_TE.numpy(), out.logits_TE.sigmoid().numpy()
         share_TE = weights_TE * scores_TE
         share_TE = share_TE / share_TE.sum(1, keepdims=True)
-        encoded = column_shares(self.encoder_, self.context_, rows_TD, out.attention_TEK.numpy(), share_TE)
+        attention_TEK = out.attention_TEK.numpy()
+        encoded = column_shares(
+            self.encoder_, self.context_, rows_TD, attention_TEK, share_TE, leave_out_equal=self.leave_out_equal
+        )
         columns = np.zeros((len(rows_TD), self.n_features_in_))
         np.add.at(columns.T, self.columns_.sources_, encoded.T)
         return Explanation(

@@ -90,6 +90,8 @@ def column_shares(
     rows_TD: Matrix,
     attention_TEK: NDArray[np.floating[Any]],
     view_share_TE: Matrix,
+    *,
+    leave_out_equal: bool = True,
 ) -> Matrix:
     r"""Share of each encoded column in a row's unusual distance.
 
@@ -103,14 +105,16 @@ def column_shares(
         rows_TD: the rows to explain.
         attention_TEK: (T, E, K) pooling weights of these rows.
         view_share_TE: (T, E) how much each view speaks.
+        leave_out_equal: of :meth:`MultiViewDistanceEncoder.transform`, as the rows were scored.
 
     Returns:
         (T, d), each row summing to 1 or 0.
     """
     sample = np.unique(np.linspace(0, len(context_TD) - 1, min(len(context_TD), _TYPICAL_ROWS)).astype(np.int64))
-    typical = encoder.neighbours(context_TD[sample], leave_out_self=True)
+    typical = encoder.neighbours(context_TD[sample], leave_out_equal=True)
+    here = encoder.neighbours(rows_TD, leave_out_equal=leave_out_equal)
     total_TD = np.zeros_like(rows_TD)
-    for e, ((usual_TD, usual_TKD), (here_TD, here_TKD)) in enumerate(zip(typical, encoder.neighbours(rows_TD))):
+    for e, ((usual_TD, usual_TKD), (here_TD, here_TKD)) in enumerate(zip(typical, here)):
         usual_D = np.square(usual_TKD - usual_TD[:, None]).mean(axis=(0, 1))
         gap_TD = np.einsum("tk,tkd->td", attention_TEK[:, e], np.square(here_TKD - here_TD[:, None]))
         total_TD += view_share_TE[:, e, None] * _shares(np.maximum(gap_TD - usual_D, 0.0))

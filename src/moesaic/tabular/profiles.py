@@ -128,11 +128,12 @@ class MultiViewDistanceEncoder:
                 profile_TEK[part, number] = _apply_scale(scale, distance_TK)
         return profile_TEK
 
-    def neighbours(self, rows: ArrayLike, *, leave_out_self: bool = False) -> Iterator[tuple[Matrix, Matrix]]:
+    def neighbours(self, rows: ArrayLike, *, leave_out_equal: bool = False) -> Iterator[tuple[Matrix, Matrix]]:
         """Per view the rows in its space (n, d) and their neighbours there (n, k, d): for explaining a few rows."""
         for index, rows_TD in zip(self.indexes_, self.to_views(rows)):
-            skip = int(leave_out_self)
-            ids_TK = index.query(rows_TD, self.k_ + skip)[1][:, skip:]
+            distance_TK, ids_TK = index.query(rows_TD, self.k_ + leave_out_equal)
+            if leave_out_equal:
+                ids_TK = np.where(distance_TK[:, :1] == 0, ids_TK[:, 1:], ids_TK[:, :-1])
             yield rows_TD, index.rows_TD[ids_TK] + index.center_D
 
     def _fitted(self) -> None:
