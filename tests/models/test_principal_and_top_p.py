@@ -38,13 +38,25 @@ def tokens(seed: int = 0) -> Tensor:
     return torch.randint(40, (4, 12), generator=torch.Generator().manual_seed(seed))
 
 
-def routers_for(kind: str) -> nn.ModuleList:
+class Beside(nn.Module):
+    """Routers that stand beside a model and decide for it."""
+
+    def __init__(self, routers: list[Router]) -> None:
+        super().__init__()
+        self.routers = nn.ModuleList(routers)
+
+    def route(self, call: Call) -> Routing:
+        decided: Routing = self.routers[call.layer.index](call.x_TD, call.context)
+        return decided
+
+
+def routers_for(kind: str) -> Beside:
     torch.manual_seed(1)
     make = {
         "star": lambda: PrincipalSubspaceRouter(D, E, 2, basis_lr=0.05),
         "dtop-p": lambda: DynamicTopPRouter(D, E, 3),
     }[kind]
-    return nn.ModuleList(make() for _ in range(2))
+    return Beside([make() for _ in range(2)])
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "mixtral"])
@@ -52,18 +64,11 @@ def routers_for(kind: str) -> nn.ModuleList:
 def test_dropped_into_a_transformers_model_they_route_and_learn(family: str, kind: str) -> None:
     model, routers = foreign(family), routers_for(kind)
     share_controllers(routers)
-
-    def route(call: Call) -> Routing:
-        router = routers[call.layer.index]
-        assert isinstance(router, Router)
-        decided: Routing = router(call.x_TD, call.context)
-        return decided
-
     optimizer = torch.optim.AdamW([*model.parameters(), *routers.parameters()], lr=3e-3)
     before = {name: value.detach().clone() for name, value in routers.state_dict().items()}
     losses = []
     ids = tokens()
-    with override_routing(model, route):
+    with override_routing(model, routers.route):
         for _ in range(15):
             loss = model(ids, labels=ids).loss
             optimizer.zero_grad()
@@ -72,7 +77,7 @@ def test_dropped_into_a_transformers_model_they_route_and_learn(family: str, kin
             end_step(routers)
             losses.append(float(loss.detach()))
     # Opened first, so it sees what the override inside it decided.
-    with record_routing(model) as record, override_routing(model, route):
+    with record_routing(model) as record, override_routing(model, routers.route):
         model.eval()(ids)
     assert losses[-1] < losses[0] - 0.3
     for name, value in routers.state_dict().items():
@@ -86,14 +91,14 @@ def test_dropped_into_a_transformers_model_they_route_and_learn(family: str, kin
 @pytest.mark.spec("star-routing", "6.7")
 def test_adaptation_of_routers_beside_a_transformers_model() -> None:
     model, routers = foreign("qwen3_moe").eval(), routers_for("star")
-    bases = [router.subspace.basis_KD.clone() for router in routers]
+    bases = [router.subspace.basis_KD.clone() for router in routers.routers]
     with (
-        override_routing(model, lambda call: routers[call.layer.index](call.x_TD, call.context)),
+        override_routing(model, routers.route),
         routing.test_time_adaptation(routers),
     ):
         model(tokens())
-        moved = [router.subspace.basis_KD.clone() for router in routers]
-    for basis, was, router in zip(bases, moved, routers, strict=True):
+        moved = [router.subspace.basis_KD.clone() for router in routers.routers]
+    for basis, was, router in zip(bases, moved, routers.routers, strict=True):
         assert not torch.equal(basis, was)
         assert torch.equal(basis, router.subspace.basis_KD)
 

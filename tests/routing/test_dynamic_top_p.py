@@ -370,6 +370,7 @@ def test_the_running_average_smooths_what_the_controller_sees() -> None:
         (lambda: TopPRouter(D, E, 0.0), r"p must lie in \(0, 1\], got 0.0"),
         (lambda: TopPRouter(D, E, 1.1), "p must lie in"),
         (lambda: top_p_select(PROBS, math.nan), "p must lie in"),
+        (lambda: share_controllers(nn.ModuleList([router()])), "model is a ModuleList"),
         (lambda: router().share(PIThresholdController(2, 4)), "for 4 experts, this router has 8"),
         (lambda: PIThresholdController(2, 4).calibrate(torch.ones(3, 5)), r"probs_TE must have shape \(T, 4\)"),
     ],

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from moesaic.cli.common import emit, stderr_console, stdout_console
+from moesaic.cli.common import emit, stderr_console
 
 
 def reproduce(
@@ -46,8 +46,8 @@ def reproduce(
 
 def _show_quick(experiment: Any, rows: list[Any], json_output: bool) -> None:
     from moesaic.experiments.base import summarise
+    from moesaic.experiments.tables import plain_means
 
-    summary = summarise(rows)
     emit(
         {
             "slug": experiment.slug,
@@ -58,43 +58,13 @@ def _show_quick(experiment: Any, rows: list[Any], json_output: bool) -> None:
         json_output,
     )
     if not json_output:
-        _print_means(experiment.metrics, summary)
-        stdout_console().print("quick run: nothing is written, nothing is judged", markup=False)
+        typer.echo(plain_means(experiment.metrics, summarise(rows)))
+        typer.echo("quick run: nothing is written, nothing is judged")
 
 
 def _show(document: dict[str, Any]) -> None:
-    from rich.table import Table
-
     from moesaic.experiments.base import Metric
+    from moesaic.experiments.tables import plain_means, plain_verdict
 
-    console = stdout_console()
-    _print_means([Metric(**entry) for entry in document["metrics"]], document["summary"])
-    table = Table(box=None, pad_edge=False, title="verdict", title_justify="left")
-    for heading in ("criterion", "asked", "value", "answer"):
-        table.add_column(heading, overflow="fold")
-    for entry in document["verdict"]:
-        value = "-" if entry["value"] is None else f"{entry['value']:.4g}"
-        if entry["standard_error"] is not None:
-            value += f" ± {entry['standard_error']:.2g}"
-        table.add_row(entry["statement"], f"{entry['comparison']} {entry['threshold']:g}", value, entry["status"])
-    console.print(table)
-
-
-def _print_means(metrics: Any, summary: dict[str, Any]) -> None:
-    from rich.table import Table
-
-    table = Table(box=None, pad_edge=False)
-    table.add_column("arm", overflow="fold")
-    for metric in metrics:
-        table.add_column(metric.label, overflow="fold")
-    for arm, entry in summary.items():
-        cells = []
-        for metric in metrics:
-            value = entry.get(metric.name)
-            if value is None:
-                cells.append("-")
-                continue
-            spread = f" ± {value['std']:.{metric.digits}f}" if value["seeds"] > 1 else ""
-            cells.append(f"{value['mean']:.{metric.digits}f}{spread}")
-        table.add_row(arm, *cells)
-    stdout_console().print(table)
+    typer.echo(plain_means([Metric(**entry) for entry in document["metrics"]], document["summary"]))
+    typer.echo(plain_verdict(document["verdict"]))

@@ -43,12 +43,22 @@ def verdict_table(verdict: Sequence[Mapping[str, Any]]) -> str:
     """One line a criterion: statement, threshold, value with standard error, answer."""
     lines = ["| criterion | asked | value | answer |", "|---|---|---|---|"]
     for entry in verdict:
-        value = "–" if entry["value"] is None else f"{entry['value']:.4g}"
-        if entry["standard_error"] is not None:
-            value += f" ± {entry['standard_error']:.2g}"
-        asked = f"{entry['comparison']} {entry['threshold']:g}"
+        asked, value = _asked_and_found(entry)
         lines.append(f"| {entry['statement']} | {asked} | {value} | **{entry['status']}** |")
     return "\n".join(lines)
+
+
+def plain_means(metrics: Sequence[Metric], summary: Mapping[str, Mapping[str, Mapping[str, float]]]) -> str:
+    """The same for a terminal: short headings, explained below, and lines that are not folded."""
+    arms = [[arm, *(_cell(entry.get(m.name), m.digits) for m in metrics)] for arm, entry in summary.items()]
+    legend = [f"  {m.name}: {m.label}" + (f", {m.better} is better" if m.better else "") for m in metrics]
+    return "\n".join([*_aligned([["arm", *(m.name for m in metrics)], *arms]), "", *legend, ""])
+
+
+def plain_verdict(verdict: Sequence[Mapping[str, Any]]) -> str:
+    """One line a criterion for a terminal, the answer first."""
+    lines = [[entry["status"], *_asked_and_found(entry), entry["statement"]] for entry in verdict]
+    return "\n".join(_aligned([["answer", "asked", "value", "criterion"], *lines]))
 
 
 def provenance(document: Mapping[str, Any]) -> str:
@@ -99,3 +109,15 @@ def _cell(entry: Mapping[str, float] | None, digits: int) -> str:
         return "–"
     spread = f" ± {entry['std']:.{digits}f}" if entry["seeds"] > 1 else ""
     return f"{entry['mean']:.{digits}f}{spread}"
+
+
+def _asked_and_found(entry: Mapping[str, Any]) -> tuple[str, str]:
+    value = "–" if entry["value"] is None else f"{entry['value']:.4g}"
+    if entry["standard_error"] is not None:
+        value += f" ± {entry['standard_error']:.2g}"
+    return f"{entry['comparison']} {entry['threshold']:g}", value
+
+
+def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]

@@ -206,7 +206,15 @@ def share_controllers(model: nn.Module) -> list[PIThresholdController]:
 
     Returns:
         The controllers; empty when there are no such routers.
+
+    Raises:
+        ValueError: a bare container (``Sequential``, ``ModuleList`` ...), which would take them for its elements.
     """
+    if isinstance(model, (nn.Sequential, nn.ModuleList, nn.ModuleDict)):
+        raise ValueError(
+            f"model is a {type(model).__name__}, which would take a controller for one of its elements: give the module"
+            " that holds it"
+        )
     shared: dict[str, PIThresholdController] = {
         controller.extra_repr(): controller for controller in getattr(model, SHARED, ())
     }
