@@ -173,7 +173,7 @@ EXPERIMENT = Experiment(
         Arm(OURS, {"router": "dynamic", "normalize": True, "scope": "model"}),
         Arm(LAYERWISE, {"router": "dynamic", "normalize": True, "scope": "layer"}),
     ),
-    seeds=(0, 1, 2),
+    seeds=(0, 1),
     metrics=(
         Metric("loss", "validation loss (nats/char)", "lower", 4),
         Metric("active", "experts a token, second half", digits=2),
@@ -246,5 +246,5 @@ EXPERIMENT = Experiment(
     ),
     measure=measure,
     plot=plot,
-    quick={"steps": 60, "warmup": 10, "windows": 128},
+    quick={"steps": 40, "warmup": 5, "windows": 64},
 )
