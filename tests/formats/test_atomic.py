@@ -7,6 +7,18 @@ import pytest
 from moesaic.formats.atomic import atomic_file, atomic_folder, remove_leftovers
 
 
+def write_half(target):
+    with atomic_file(target) as file:
+        file.write(b"half")
+        raise RuntimeError("stop")
+
+
+def fill_half(target):
+    with atomic_folder(target) as folder:
+        (folder / "x").write_text("x")
+        raise OSError(28, "No space left on device")
+
+
 def test_file_appears_only_when_the_block_ends(tmp_path):
     target = tmp_path / "sub" / "a.json"
     with atomic_file(target) as file:
@@ -19,9 +31,8 @@ def test_file_appears_only_when_the_block_ends(tmp_path):
 def test_file_keeps_its_old_content_after_an_error(tmp_path):
     target = tmp_path / "a.json"
     target.write_bytes(b"old")
-    with pytest.raises(RuntimeError, match="stop"), atomic_file(target) as file:
-        file.write(b"half")
-        raise RuntimeError("stop")
+    with pytest.raises(RuntimeError, match="stop"):
+        write_half(target)
     assert target.read_bytes() == b"old"
     assert list(tmp_path.iterdir()) == [target]
 
@@ -32,9 +43,8 @@ def test_folder_is_renamed_at_the_end_and_removed_after_an_error(tmp_path):
         (folder / "inner" / "x").write_text("x")
         assert not (tmp_path / "one").exists()
     assert (tmp_path / "one" / "inner" / "x").read_text() == "x"
-    with pytest.raises(OSError), atomic_folder(tmp_path / "two") as folder:
-        (folder / "x").write_text("x")
-        raise OSError(28, "No space left on device")
+    with pytest.raises(OSError):
+        fill_half(tmp_path / "two")
     assert [entry.name for entry in tmp_path.iterdir()] == ["one"]
 
 

@@ -105,5 +105,5 @@ def test_refusals():
     with pytest.raises(ValueError, match=r"stack=1 needs a parameter \(E, A, B\)"):
         Muon([{"params": [nn.Parameter(torch.ones(3, 3))], "stack": 1}])
     for options in ({"iterations": 0}, {"momentum": 1.0}, {"every": 0}):
-        with pytest.raises(ValueError, match="must|at least"):
+        with pytest.raises(ValueError, match=r"must|at least"):
             Muon([nn.Parameter(torch.ones(3, 3))], **options)

@@ -39,7 +39,7 @@ def test_muon_takes_matrices_by_role(experts, stack):
     model = standin.model(layers=("moe", "dense"))
     config = OptimizerConfig(name="muon", muon=MuonConfig(lr=0.03, expert_lr=0.04, experts=experts))
     found = groups(model, config)
-    for name, parameter, spec in parameter_specs(model):
+    for name, _, spec in parameter_specs(model):
         part, group = found[name]
         expert = spec.role in ("expert-in", "expert-out")
         matrix = spec.role == "dense" or (expert and experts != "adamw")

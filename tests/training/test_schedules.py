@@ -32,7 +32,12 @@ def test_warmup_is_linear_in_steps():
 
 
 @given(
-    st.sampled_from(SCHEDULES), st.floats(-1, 2), st.integers(0, 50), st.integers(0, 30), st.floats(0.01, 1), st.floats(0, 1)
+    st.sampled_from(SCHEDULES),
+    st.floats(-1, 2),
+    st.integers(0, 50),
+    st.integers(0, 30),
+    st.floats(0.01, 1),
+    st.floats(0, 1),
 )
 def test_always_between_zero_and_one(kind, progress, step, warmup, decay, final):
     config = ScheduleConfig(kind=kind, warmup=warmup, decay=decay, final=final)
