@@ -194,8 +194,8 @@ class _FusedFFN(torch.autograd.Function):
         if torch.is_grad_enabled():
             # Refused here and not at the second derivative, which autograd may leave out in silence.
             raise RuntimeError(
-                "create_graph=True: the fused backward of experts cannot be differentiated again; compute the forward inside"
-                ' moesaic.experts.backend("reference")'
+                "create_graph=True: the fused backward of experts cannot be differentiated again; compute the forward"
+                ' inside moesaic.experts.backend("reference")'
             )
         x_TD, weights_TK, *rest = ctx.saved_tensors
         needs_x, needs_weights, _, *needs = ctx.needs_input_grad

@@ -120,13 +120,13 @@ class MoE(nn.Module):
     def _chooser(self, decision: Routing, context: Context) -> Callable[[Tensor | None, Tensor | None], Routing]:
         def choose(ids_TK: Tensor | None, allowed_TE: Tensor | None) -> Routing:
             router = self.router
+            if router is not None and router.per_group:
+                raise ValueError(f"{type(router).__name__} decides per group: override it with a Routing of your own")
             if router is None or decision.logits_TE is None or type(router).weigh is Router.weigh:
                 raise ValueError(
                     f"{type(router or self.experts).__name__} cannot weigh another choice (it forms no logits or has no"
                     " rule for it): return a Routing of your own instead"
                 )
-            if router.per_group:
-                raise ValueError(f"{type(router).__name__} decides per group: override it with a Routing of your own")
             with torch.autocast(decision.logits_TE.device.type, enabled=False):
                 if ids_TK is None:
                     ids_TK = router.choose(decision.logits_TE, context, allowed_TE)
