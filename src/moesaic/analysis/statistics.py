@@ -23,7 +23,7 @@ class LayerStatistics:
         name: module path.
         index: position among the MoE layers.
         num_experts: E.
-        top_k: experts per token that the model is built for.
+        top_k: experts per token that the model is built for; None where the router takes a variable number.
         load_E: (E,) int64 decisions that used each expert.
         importance_E: (E,) float64 sum of combine weights.
         profile_E: (E,) float64 sum over tokens of each row's probabilities in descending order.
@@ -35,7 +35,7 @@ class LayerStatistics:
     name: str
     index: int
     num_experts: int
-    top_k: int
+    top_k: int | None
     load_E: Tensor
     importance_E: Tensor
     profile_E: Tensor
@@ -152,7 +152,7 @@ def routing_statistics(
     return RoutingStatistics(layers, coactivation, tokens, tops, ids_T)
 
 
-def _empty(name: str, index: int, num_experts: int, top_k: int) -> LayerStatistics:
+def _empty(name: str, index: int, num_experts: int, top_k: int | None) -> LayerStatistics:
     zeros = torch.zeros(num_experts, dtype=torch.float64)
     return LayerStatistics(name, index, num_experts, top_k, zeros.long(), zeros.clone(), zeros.clone())
 
@@ -194,17 +194,34 @@ class ParameterCount:
     routers: int
 
 
-def parameter_count(model: nn.Module) -> ParameterCount:
+def parameter_count(model: nn.Module, experts_per_token: Sequence[float] | None = None) -> ParameterCount:
     """Count total and active parameters.
 
+    Args:
+        model: the model.
+        experts_per_token: measured mean of each MoE layer; by default each layer's top-k (all experts where it has none).
+
     Raises:
-        ValueError: a model without an MoE layer.
+        ValueError: a model without an MoE layer, or another number of layers than ``experts_per_token`` has.
     """
+    handles = moe_layers(model)
+    if experts_per_token is None:
+        experts_per_token = [handle.num_experts if handle.top_k is None else handle.top_k for handle in handles]
+    if len(experts_per_token) != len(handles):
+        got = len(experts_per_token)
+        raise ValueError(f"experts_per_token has {got} numbers, the model {len(handles)} MoE layers")
     total = sum(parameter.numel() for parameter in model.parameters())
     experts = routers = idle = 0
-    for handle in moe_layers(model):
-        bank = sum(parameter.numel() for parameter in handle.experts.parameters())
+    for handle, used in zip(handles, experts_per_token, strict=True):
+        bank = sum(parameter.numel() for parameter in _module(handle.experts).parameters())
         experts += bank
-        idle += round(bank * (1 - min(handle.top_k, handle.num_experts) / handle.num_experts))
-        routers += 0 if handle.router is None else sum(parameter.numel() for parameter in handle.router.parameters())
+        idle += round(bank * (1 - min(used, handle.num_experts) / handle.num_experts))
+        routers += sum(parameter.numel() for parameter in _module(handle.router).parameters()) if handle.router else 0
     return ParameterCount(total, total - idle, experts, routers)
+
+
+def _module(part: object) -> nn.Module:
+    """The module behind a router or bank, ours or a foreign one's."""
+    module = part if isinstance(part, nn.Module) else getattr(part, "module", None)
+    assert isinstance(module, nn.Module)
+    return module

@@ -35,7 +35,7 @@ def inspect(
     from moesaic.models.loading import load
 
     loaded = load(model)
-    reading = read_batches(model, loaded, text, tokens, length)
+    reading = read_batches(model_folder(model), loaded, text, tokens, length)
     with stderr_console().status("reading the text"):
         statistics = routing_statistics(loaded, reading.batches)
     subject = Subject(loaded, model.name, statistics, reading.decode(statistics.token_ids_T), reading.source)

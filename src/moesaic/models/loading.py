@@ -24,7 +24,7 @@ def load(
     Nothing is downloaded. The model comes back in evaluation mode.
 
     Args:
-        path: folder with config.json and safetensors.
+        path: folder with config.json and safetensors, or the folder of a finished ``moesaic train`` run.
         dtype: of the weights; ``"auto"`` as they are stored. Our routers stay float32.
         device: where to put it; the CPU by default.
 
@@ -33,7 +33,7 @@ def load(
         ValueError: a configuration that cannot be read, names an unknown part, or has a newer format; a damaged shard;
             tensors that are missing, left over, or of another shape, all named.
     """
-    folder = Path(path)
+    folder = model_folder(path)
     kind = _model_type(folder)
     _check_shards(folder)
     cls: Any = MoesaicForCausalLM if kind == MoesaicConfig.model_type else AutoModelForCausalLM
@@ -50,6 +50,13 @@ def load(
     check_loading(str(folder), report)
     loaded: PreTrainedModel = model.eval() if device is None else model.eval().to(device)
     return loaded
+
+
+def model_folder(path: str | os.PathLike[str]) -> Path:
+    """The folder that holds a model: ``path`` itself, or ``model`` in the folder of a training run."""
+    folder = Path(path)
+    inner = folder / "model"
+    return inner if not (folder / "config.json").exists() and (inner / "config.json").exists() else folder
 
 
 def _model_type(folder: Path) -> str:

@@ -9,43 +9,51 @@ from collections.abc import Callable, Sequence
 from types import ModuleType
 
 
+CONFIG_CLASSES = "transformers.models.auto.configuration_auto"
+MODEL_CLASSES = "transformers.models.auto.modeling_auto"
+
+
 def register_when_loaded() -> None:
     """Register with those auto classes that are loaded, and with the others as soon as somebody loads them.
 
     Importing transformers takes seconds, and most users of the routing and expert layers never need it; so
-    ``import moesaic`` only leaves a watcher on the import path, which registers each class once.
+    ``import moesaic`` only leaves a watcher on the import path, which registers each class once. Our own modules may be
+    half loaded when that happens; they therefore call this again on their last line.
     """
-    waiting = dict(_ACTIONS)
-    for name in [name for name in waiting if name in sys.modules]:
-        waiting.pop(name)()
+    waiting = {name: action for name, action in _ACTIONS.items() if name not in sys.modules}
+    for name, action in _ACTIONS.items():
+        if _is_loaded(name):
+            action()
     if waiting and not any(isinstance(finder, _Watcher) for finder in sys.meta_path):
         sys.meta_path.insert(0, _Watcher(waiting))
 
 
 def register_config() -> None:
     """Tell ``AutoConfig`` about our configuration; doing it twice is harmless."""
-    from transformers import AutoConfig
+    import moesaic.models.configuration as ours
 
-    from moesaic.models.configuration import MoesaicConfig
-
-    AutoConfig.register(MoesaicConfig.model_type, MoesaicConfig, exist_ok=True)
+    if hasattr(ours, "MoesaicConfig"):
+        auto = sys.modules[CONFIG_CLASSES].AutoConfig
+        auto.register(ours.MoesaicConfig.model_type, ours.MoesaicConfig, exist_ok=True)
 
 
 def register_model() -> None:
     """Tell ``AutoModelForCausalLM`` about our model; doing it twice is harmless."""
-    from transformers import AutoModelForCausalLM
+    import moesaic.models.modeling as ours
 
-    from moesaic.models.configuration import MoesaicConfig
-    from moesaic.models.modeling import MoesaicForCausalLM
+    if hasattr(ours, "MoesaicForCausalLM"):
+        register_config()
+        model = ours.MoesaicForCausalLM
+        sys.modules[MODEL_CLASSES].AutoModelForCausalLM.register(model.config_class, model, exist_ok=True)
 
-    register_config()
-    AutoModelForCausalLM.register(MoesaicConfig, MoesaicForCausalLM, exist_ok=True)
+
+def _is_loaded(name: str) -> bool:
+    """Whether a module was imported to its end; one that is being imported registers us itself when it is done."""
+    module = sys.modules.get(name)
+    return module is not None and not getattr(module.__spec__, "_initializing", False)
 
 
-_ACTIONS: dict[str, Callable[[], None]] = {
-    "transformers.models.auto.configuration_auto": register_config,
-    "transformers.models.auto.modeling_auto": register_model,
-}
+_ACTIONS: dict[str, Callable[[], None]] = {CONFIG_CLASSES: register_config, MODEL_CLASSES: register_model}
 
 
 class _Watcher(importlib.abc.MetaPathFinder):

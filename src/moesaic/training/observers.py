@@ -119,7 +119,9 @@ class ProgressLine(Observer):
         """Redraw with the latest numbers."""
         if "eval_loss" in metrics:
             if not self._progress.disable:
-                self._progress.console.print(f"step {metrics['step']}: held-out loss {metrics['eval_loss']:.4f}")
+                self._progress.console.print(
+                    f"step {metrics['step']}: held-out loss {metrics['eval_loss']:.4f}", highlight=False
+                )
             return
         text = f"loss {metrics['loss']:.4f}  {_short(metrics['tokens_per_second'])} tokens/s"
         if "max_over_mean" in metrics:

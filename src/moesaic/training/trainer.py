@@ -140,6 +140,9 @@ class Trainer:
                 observer.on_step(position.step, done)
             if interrupts.asked:
                 self._save(must=True)
+                logger.warning(
+                    "interrupted at step %d; saved %s", position.step, self._last_good() or "nothing: no out"
+                )
                 raise KeyboardInterrupt
             if done < 1:
                 if config.eval_every and position.step % config.eval_every == 0:

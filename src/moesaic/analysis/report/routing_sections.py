@@ -17,17 +17,17 @@ MOST_PAIRS = 6  # co-activation matrices shown; the data holds all
 @register_section("sizes", order=10)
 def sizes(subject: Subject) -> Section:
     """Parameters total and active, layers, experts."""
-    count = parameter_count(subject.model)
     layers = subject.statistics.layers
+    used = [layer.active_per_token() for layer in layers]
+    count = parameter_count(subject.model, used)
     experts = sorted({layer.num_experts for layer in layers})
-    top_k = sorted({layer.top_k for layer in layers})
     tiles = {
         "parameters": _short(count.total),
         "active per token": f"{_short(count.active)} ({count.active / count.total:.0%})",
         "in routed experts": f"{_short(count.experts)} ({count.experts / count.total:.0%})",
         "MoE layers": str(len(layers)),
         "experts a layer": _range(experts),
-        "experts per token": _range(top_k),
+        "experts per token": f"{min(used):.3g}" + (f" to {max(used):.3g}" if max(used) - min(used) > 0.005 else ""),
         "tokens read": f"{subject.statistics.tokens:,}",
     }
     body = "".join(
