@@ -11,6 +11,7 @@ from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
 from moesaic.analysis.report import Section
+from moesaic.tabular.columns import Column
 from moesaic.tabular.detector import OneForAllDetector
 from moesaic.tabular.explain import Explanation
 
@@ -73,18 +74,21 @@ def _rows(
     explained: Sequence[int],
     why: Explanation,
 ) -> Section:
-    heads = "<tr><th>row</th><th>score</th><th>flagged</th><th>columns that left the neighbours</th></tr>"
+    left = ' style="text-align:left"'
+    heads = f"<tr><th>row</th><th>score</th><th>flagged</th><th{left}>columns that left the neighbours</th></tr>"
+    usual = {column.name: _usual(table[column.name], column) for column in detector.columns_.columns_}
     lines, data = [], []
     for place, row in enumerate(explained):
         top = why.top_columns(place, COLUMNS_SHOWN)
         cells = ", ".join(
-            f"<b>{html.escape(name)}</b> = {html.escape(_brief(table.iloc[row][name]))} ({share:.0%})"
+            f"<b>{html.escape(name)}</b> = {html.escape(_brief(table.iloc[row][name]))}"
+            f"{html.escape(usual.get(name, ''))} ({share:.0%})"
             for name, share in top
         )
         flagged = bool(scores[row] > detector.threshold_)
         lines.append(
             f"<tr><td>{row + 1}</td><td>{scores[row]:.3f}</td><td>{'yes' if flagged else 'no'}</td>"
-            f'<td style="text-align:left">{cells or "none in particular"}</td></tr>'
+            f"<td{left}>{cells or 'none in particular'}</td></tr>"
         )
         data.append({"row": row + 1, "score": float(scores[row]), "flagged": flagged, "columns": dict(top)})
     words = (
@@ -112,6 +116,13 @@ def _views(why: Explanation) -> Section:
         "scores": dict(zip(why.view_names, scores.tolist())),
     }
     return Section("views", "Which view spoke", f"{words}<table>{heads}{lines}</table>", data, {"highest": figure})
+
+
+def _usual(values: Any, column: Column) -> str:
+    """The normal rows' median or most frequent value, where it reads like the column itself."""
+    if column.categories:
+        return f", usually {_brief(column.categories[0])}"
+    return f", usually {_brief(column.fill)}" if values.dtype.kind in "iuf" else ""
 
 
 def _brief(value: Any) -> str:
