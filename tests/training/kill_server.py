@@ -53,7 +53,7 @@ def child(folder: Path, how: str, number: float) -> None:
     try:
         train(folder)
         status = 0
-    except Exception:
+    except (ValueError, OSError, RuntimeError, TypeError, AssertionError):
         traceback.print_exc()
     finally:
         os._exit(status)
