@@ -115,6 +115,19 @@ def test_our_model_with_checkpointing_moves_the_basis_once() -> None:
 
 
 @pytest.mark.spec("dtop-p", "6.7")
+def test_controllers_of_layers_survive_a_bf16_load(tmp_path) -> None:  # type: ignore[no-untyped-def]
+    model = ours({"name": "dynamic_top_p", "target": 3, "scope": "layer"})
+    model.train()(tokens())
+    end_step(model)
+    model.save_pretrained(tmp_path)
+    again = MoesaicForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
+    for one, two in zip(model.modules(), again.modules(), strict=True):
+        if isinstance(one, DynamicTopPRouter):
+            assert one.controller.calibrated
+            assert (one.controller.p, one.controller.error_sum) == (two.controller.p, two.controller.error_sum)
+
+
+@pytest.mark.spec("dtop-p", "6.7")
 def test_our_model_has_one_controller_that_is_saved_and_goes_on_bit_for_bit(tmp_path) -> None:  # type: ignore[no-untyped-def]
     model = ours({"name": "dynamic_top_p", "target": 3, "ki": 0.3})
 
@@ -127,7 +140,7 @@ def test_our_model_has_one_controller_that_is_saved_and_goes_on_bit_for_bit(tmp_
         return found
 
     run(model)
-    assert sum("state_bits" in name for name in model.state_dict()) == 1
+    assert sum("state_bytes" in name for name in model.state_dict()) == 1
     model.save_pretrained(tmp_path)
     for dtype in (torch.float32, torch.bfloat16):
         again = MoesaicForCausalLM.from_pretrained(tmp_path, dtype=dtype)

@@ -379,3 +379,27 @@ def test_a_saved_and_loaded_router_goes_on_bit_for_bit() -> None:
         end_step(each)
     assert torch.equal(one.subspace.basis_KD, two.subspace.basis_KD)
     assert torch.equal(one.eval()(rows(9)).logits_TE, two.eval()(rows(9)).logits_TE)
+
+
+@pytest.mark.parametrize("update", ["step", "forward"])
+def test_autocast_leaves_basis_and_logits_in_float32(update: str) -> None:
+    plain, cast = router(update=update), router(update=update)
+    x = rows(30)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = cast(x)
+    expected = plain(x)
+    for one in (plain, cast):
+        end_step(one)
+    assert torch.equal(found.logits_TE, expected.logits_TE)
+    assert torch.equal(cast.subspace.basis_KD, plain.subspace.basis_KD)
+
+
+def test_scores_that_are_not_finite_name_the_layer_and_feed_nothing() -> None:
+    one, x = router(), rows(5)
+    one.layer_name = "model.layers.3.mlp"
+    before = one.subspace.basis_KD.clone()
+    x[2, 1] = math.nan
+    with pytest.raises(ValueError, match=r"model\.layers\.3\.mlp, row 2"):
+        one(x)
+    end_step(one)
+    assert torch.equal(one.subspace.basis_KD, before)

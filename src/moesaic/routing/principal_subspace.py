@@ -12,6 +12,7 @@ from torch.nn import functional as F
 
 from moesaic.routing.context import Context
 from moesaic.routing.parameters import ParameterSpec
+from moesaic.routing.routing import Routing
 from moesaic.routing.selection import TopKSelection
 from moesaic.routing.state import in_recompute
 from moesaic.routing.subspace import GHASubspace
@@ -110,9 +111,23 @@ class PrincipalSubspaceRouter(TopKSelection):
             nn.init.orthogonal_(self.mix_EE)
         self.subspace.reset_parameters()
 
+    def forward(self, x_TD: Tensor, context: Context | None = None) -> Routing:
+        """Route ``x_TD`` (T, D), and move or feed the basis where it is time to; see the class."""
+        context = self.check_input(x_TD, context)
+        adapting = self._adaptation is not None and not in_recompute()
+        counting = self.counting() and not adapting
+        if adapting or (counting and self.update == "forward"):
+            lr, iters = self._adaptation or (None, None)
+            with torch.autocast(x_TD.device.type, enabled=False):
+                self.subspace.update(_real(x_TD, context), lr=lr, iters=iters, reduce=not adapting)
+        routing = super().forward(x_TD, context)
+        if counting and self.update == "step":
+            with torch.autocast(x_TD.device.type, enabled=False):
+                self.subspace.gather(_real(x_TD, context))
+        return routing
+
     def score(self, x_TD: Tensor, context: Context) -> Tensor:
-        """Logits (T, E); moves or feeds the basis first where it is time to, see the class."""
-        self._track(x_TD.detach(), context)
+        """Logits (T, E) with the basis as it is."""
         basis_logits_TE = F.linear(x_TD, self.expert_vectors().to(x_TD.dtype))
         if self.basis_only:
             return basis_logits_TE
@@ -129,20 +144,10 @@ class PrincipalSubspaceRouter(TopKSelection):
         """What tells two routers apart in a printed model."""
         return f"{super().extra_repr()}, update={self.update}, mix={self.mix}, basis_only={self.basis_only}"
 
-    def _track(self, x_TD: Tensor, context: Context) -> None:
-        counting = self.counting() and self.update != "never"
-        adapting = self._adaptation is not None and not in_recompute()
-        if not (counting or adapting):
-            return
-        if context.token_mask_T is not None:
-            x_TD = x_TD[context.token_mask_T]
-        if self._adaptation is not None:
-            lr, iters = self._adaptation
-            self.subspace.update(x_TD, lr=lr, iters=iters, reduce=False)
-        elif self.update == "forward":
-            self.subspace.update(x_TD)
-        else:
-            self.subspace.gather(x_TD)
+
+def _real(x_TD: Tensor, context: Context) -> Tensor:
+    """The rows that are not padding."""
+    return x_TD if context.token_mask_T is None else x_TD[context.token_mask_T]
 
 
 @contextmanager

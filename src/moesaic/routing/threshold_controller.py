@@ -29,7 +29,7 @@ class PIThresholdController(StepState):
     1 for a uniform router, more for a sharp one. With 0.1 and 0.1 it holds up to s = 6.7 and settles in about 10 / s
     steps.
 
-    The state is float64 arithmetic, stored as the integers of the same bits: no cast of a model's floating-point
+    The state is float64, stored as its bytes: numbers below 256 that every dtype holds, so that no cast of a model's
     buffers, on purpose or at load, can round it.
 
     Args:
@@ -46,7 +46,7 @@ class PIThresholdController(StepState):
         ValueError: values out of range.
     """
 
-    state_bits: Tensor
+    state_bytes: Tensor
 
     def __init__(
         self,
@@ -81,7 +81,7 @@ class PIThresholdController(StepState):
         self.p_min = p_min
         self.p_max = p_max
         self.ema = ema
-        self.register_buffer("state_bits", torch.empty(4, dtype=torch.int64))
+        self.register_buffer("state_bytes", torch.empty(4 * 8, dtype=torch.uint8))
         self._active_and_rows = StepCounter(2)
         self._known_calibrated = False
         self.reset_parameters()
@@ -176,7 +176,7 @@ class PIThresholdController(StepState):
 
     def end_step(self) -> None:
         """Move p by what was observed since the last call, over all ranks; it stays where nothing was."""
-        active, rows = self._active_and_rows.drain(self.state_bits.device).tolist()
+        active, rows = self._active_and_rows.drain(self.state_bytes.device).tolist()
         if rows:
             self.update(active / rows)
 
@@ -202,10 +202,10 @@ class PIThresholdController(StepState):
 
     def _state(self) -> Tensor:
         """(p, sum of errors, p0, running average of a) as float64."""
-        return self.state_bits.view(torch.float64)
+        return self.state_bytes.to(torch.uint8).view(torch.float64)
 
     def _store(self, *state: float) -> None:
-        self.state_bits.copy_(torch.tensor(state, dtype=torch.float64).view(torch.int64))
+        self.state_bytes.copy_(torch.tensor(state, dtype=torch.float64).view(torch.uint8))
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
         self._known_calibrated = False
