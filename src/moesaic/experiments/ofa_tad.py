@@ -29,7 +29,9 @@ VIEWS = ("raw", "std", "minmax", "quantile")
 OURS, MEAN_FUSION, UNTRAINED = "OFA-TAD", "OFA-TAD, mean instead of gate", "mean profile, untrained"
 SINGLE = {f"mean profile, {view} view only": view for view in VIEWS}
 CLASSIC = {"kNN (k = 5)": "knn", "LOF (20)": "lof", "isolation forest": "iforest"}
-PYOD = {"LUNAR (pyod)": "lunar", "INNE (pyod)": "inne", "ECOD (pyod)": "ecod"}
+LUNAR = "LUNAR (pyod)"
+PYOD = {LUNAR: "lunar", "INNE (pyod)": "inne", "ECOD (pyod)": "ecod", "KDE (pyod)": "kde", "PCA (pyod)": "pca"}
+FAST_PYOD = tuple(name for name in PYOD if name != LUNAR)
 
 
 def measure(settings: Mapping[str, Any], seed: int) -> Outcome:
@@ -131,16 +133,22 @@ def _pyod(detector: str, context: Vector, test: Vector, seed: int) -> Vector:
     try:
         from pyod.models.ecod import ECOD
         from pyod.models.inne import INNE
-        from pyod.models.lunar import LUNAR
+        from pyod.models.kde import KDE
+        from pyod.models.lunar import LUNAR as Lunar
+        from pyod.models.pca import PCA
     except ImportError as error:
         raise ImportError('this arm needs pyod: pip install "moesaic[tabular-peers]"') from error
     # LUNAR draws from torch's global generator.
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        if detector == "lunar":
-            model = LUNAR(n_neighbours=min(5, len(context) - 1))
-        else:
-            model = ECOD() if detector == "ecod" else INNE(random_state=seed)
+        models = {
+            "lunar": lambda: Lunar(n_neighbours=min(5, len(context) - 1)),
+            "inne": lambda: INNE(random_state=seed),
+            "ecod": ECOD,
+            "kde": KDE,
+            "pca": lambda: PCA(random_state=seed),
+        }
+        model = models[detector]()
         scores = np.asarray(model.fit(context).decision_function(test), dtype=np.float64)
     return scores
 
@@ -260,9 +268,17 @@ EXPERIMENT = Experiment(
         ),
         Criterion(
             "not below strong detectors",
-            "OFA-TAD's mean AUROC is at most 0.005 below the best of LUNAR, INNE and ECOD (our question)",
-            (OURS, *PYOD),
-            _lead("auroc", tuple(PYOD)),
+            "OFA-TAD's mean AUROC is at most 0.005 below the best of pyod's INNE, ECOD, KDE and PCA (our question)",
+            (OURS, *FAST_PYOD),
+            _lead("auroc", FAST_PYOD),
+            ">=",
+            -0.005,
+        ),
+        Criterion(
+            "not below LUNAR",
+            "OFA-TAD's mean AUROC is at most 0.005 below LUNAR's, which trains a network per table",
+            (OURS, LUNAR),
+            _lead("auroc", (LUNAR,)),
             ">=",
             -0.005,
         ),
