@@ -199,7 +199,7 @@ def parameter_count(model: nn.Module, experts_per_token: Sequence[float] | None 
 
     Args:
         model: the model.
-        experts_per_token: measured mean of each MoE layer; by default each layer's top-k (all experts where it has none).
+        experts_per_token: measured mean of each MoE layer; by default its top-k (all experts where it has none).
 
     Raises:
         ValueError: a model without an MoE layer, or another number of layers than ``experts_per_token`` has.

@@ -73,7 +73,7 @@ def read_batches(folder: Path, model: nn.Module, text: Path | None, tokens: int,
 def _cut(ids_T: Tensor, length: int) -> list[dict[str, Tensor]]:
     whole = len(ids_T) // length * length
     rows = ids_T[:whole].view(-1, length)
-    batches = [{"input_ids": part} for part in rows.split(ROWS)] if whole else []
+    batches = [{"input_ids": rows[start : start + ROWS]} for start in range(0, len(rows), ROWS)]
     if len(ids_T) - whole >= 2 or not batches:
         batches.append({"input_ids": ids_T[whole:][None]})
     return batches

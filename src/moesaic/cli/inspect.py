@@ -32,7 +32,7 @@ def inspect(
             raise ValueError(f"{name} must be at least 2, got {value}")
     if html is not None and (html.suffix.lower() != ".html" or not html.parent.is_dir()):
         raise ValueError(f"--html must be a .html file in a folder that exists, got {html}")
-    from moesaic.models.loading import load
+    from moesaic.models.loading import load, model_folder
 
     loaded = load(model)
     reading = read_batches(model_folder(model), loaded, text, tokens, length)
