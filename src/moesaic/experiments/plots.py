@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 from moesaic.experiments.base import Metric, Row, summarise
 
 # Okabe and Ito's palette: told apart with any colour vision.
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#666666", "#000000")
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#666666", "#000000", "#999933")
 
 
 def figure(columns: int, rows: int = 1, width: float = 4.2, height: float = 3.0) -> tuple[Figure, list[Axes]]:

@@ -33,12 +33,17 @@ from moesaic.routing import (
 
 DIM, HEADS, WIDTH = 64, 4, 32
 COUNTS = (20, 40)
+# Standard deviation of the linear gate's start in the paper's runs. Without it our routers start at 1 / sqrt(D), with
+# logits of unit size: the arms called "unit logits".
+GATE_STD = 0.01
 SHIFTS = {"mixture": "3 of the 10 sources", "turn": "turning input axes"}
 ROUTERS = {
-    "linear": {"router": "linear"},
-    "STAR": {"router": "star"},
-    "STAR, frozen basis": {"router": "star", "update": "never"},
-    "STAR, R = I": {"router": "star", "mix": "identity"},
+    "linear": {"router": "linear", "gate_std": GATE_STD},
+    "STAR": {"router": "star", "gate_std": GATE_STD},
+    "STAR, frozen basis": {"router": "star", "gate_std": GATE_STD, "update": "never"},
+    "STAR, R = I": {"router": "star", "gate_std": GATE_STD, "mix": "identity"},
+    "linear, unit logits": {"router": "linear"},
+    "STAR, unit logits": {"router": "star"},
     "ReMoE": {"router": "remoe"},
     "expert choice": {"router": "expert choice"},
     "cosine": {"router": "cosine"},
@@ -82,6 +87,13 @@ def measure(settings: Mapping[str, Any], seed: int) -> Outcome:
 
 def build_router(settings: Mapping[str, Any]) -> Router:
     """The router of an arm; one expert a token each, on average where the number varies."""
+    router = _router(settings)
+    if "gate_std" in settings:
+        torch.nn.init.normal_(router.get_parameter("weight_ED"), std=settings["gate_std"])
+    return router
+
+
+def _router(settings: Mapping[str, Any]) -> Router:
     kind, experts = settings["router"], settings["experts"]
     if kind == "star":
         return PrincipalSubspaceRouter(
@@ -164,7 +176,7 @@ def plot(rows: Sequence[Row], path: Path) -> None:
         for index, router in enumerate(ROUTERS):
             entries = [(k, summary[arm_name(router, k)][name]) for k in COUNTS if arm_name(router, k) in summary]
             panel.errorbar(
-                [k + 0.4 * (index - 3) for k, _ in entries],
+                [k + 0.4 * (index - 4) for k, _ in entries],
                 [entry["mean"] for _, entry in entries],
                 yerr=[entry["std"] for _, entry in entries],
                 marker="o",
