@@ -37,7 +37,7 @@ COUNTS = (20, 40)
 # logits of unit size: the arms called "unit logits".
 GATE_STD = 0.01
 SHIFTS = {"mixture": "3 of the 10 sources", "turn": "turning input axes"}
-ROUTERS = {
+ROUTERS: dict[str, dict[str, Any]] = {
     "linear": {"router": "linear", "gate_std": GATE_STD},
     "STAR": {"router": "star", "gate_std": GATE_STD},
     "STAR, frozen basis": {"router": "star", "gate_std": GATE_STD, "update": "never"},
