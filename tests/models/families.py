@@ -83,7 +83,12 @@ FAMILIES = {
     "granitemoeshared": Family("GraniteMoeSharedForCausalLM"),
     "hunyuan_v1_moe": Family("HunYuanMoEV1ForCausalLM"),
     "phimoe": Family("PhimoeForCausalLM", {"num_experts_per_tok": 2}, chooses=False),
-    "cohere2_moe": Family("Cohere2MoeForCausalLM", {"expert_selection_fn": "sigmoid", "first_k_dense_replace": 1}, layers=2, score="sigmoid"),
+    "cohere2_moe": Family(
+        "Cohere2MoeForCausalLM",
+        {"expert_selection_fn": "sigmoid", "first_k_dense_replace": 1},
+        layers=2,
+        score="sigmoid",
+    ),
     "ernie4_5_moe": Family("Ernie4_5_MoeForCausalLM", layers=2),
     "aria": Family("AriaTextForCausalLM"),
     "jamba": Family(
@@ -111,9 +116,7 @@ FAMILIES = {
     "hy_v4": Family("HYV4ForCausalLM", layers=2, score="sigmoid"),
     "axk1": Family("AXK1ForCausalLM", _LATENT, layers=2, score="sigmoid"),
     "axk2": Family("AXK2ForCausalLM", _LATENT, layers=2, score="sigmoid"),
-    "beam": Family(
-        "BeamForCausalLM", {"mlp_layer_types": ["dense", "sparse", "sparse"]}, layers=2, score="sigmoid"
-    ),
+    "beam": Family("BeamForCausalLM", {"mlp_layer_types": ["dense", "sparse", "sparse"]}, layers=2, score="sigmoid"),
     # softmax inside groups
     "deepseek_v2": Family("DeepseekV2ForCausalLM", {**_LATENT, "topk_method": "group_limited_greedy"}, layers=2),
     "mistral4": Family("Mistral4ForCausalLM", _LATENT, layers=2),

@@ -69,7 +69,7 @@ def test_recording_and_identity_change_nothing(family: tuple[str, nn.Module]) ->
 @torch.no_grad()
 @pytest.mark.case("C08")
 def test_scores_are_logits(family: tuple[str, nn.Module]) -> None:
-    """The chosen experts' weights follow from softmax or sigmoid of the recorded logits, so these are not probabilities."""
+    """The chosen experts' weights follow from softmax or sigmoid of the recorded logits: no probabilities."""
     name, model = family
     with record_routing(model) as record:
         run(model)
@@ -92,7 +92,9 @@ def test_scores_are_logits(family: tuple[str, nn.Module]) -> None:
 def test_forced_routing_is_obeyed(family: tuple[str, nn.Module]) -> None:
     """The routed part equals a dense sum over experts run one at a time, with the forced weights."""
     _, model = family
-    forced = Routing.from_dense(torch.rand(18, EXPERTS, generator=torch.Generator().manual_seed(3)).clamp(min=0.5) - 0.5)
+    forced = Routing.from_dense(
+        torch.rand(18, EXPERTS, generator=torch.Generator().manual_seed(3)).clamp(min=0.5) - 0.5
+    )
     sites, captured = {}, {}
     for layer in moe_layers(model):
         bank = layer.experts.module
@@ -119,7 +121,7 @@ def test_forced_routing_is_obeyed(family: tuple[str, nn.Module]) -> None:
 @pytest.mark.case("C13")
 def test_empty_slots_touch_no_expert(family: tuple[str, nn.Module]) -> None:
     """More empty slots change nothing, and an expert that only empty slots could reach may hold NaN."""
-    name, model = family
+    _, model = family
     plain = run(model)
 
     def widen(call):
@@ -170,9 +172,9 @@ def test_choose_gives_the_models_own_weights(family: tuple[str, nn.Module]) -> N
     name, model = family
     plain = run(model)
     if not FAMILIES[name].chooses:
-        with override_routing(model, lambda call: call.choose(call.routing.expert_ids_TK)):
-            with pytest.raises(ValueError, match="cannot be weighed"):
-                run(model)
+        same = override_routing(model, lambda call: call.choose(call.routing.expert_ids_TK))
+        with same, pytest.raises(ValueError, match="cannot be weighed"):
+            run(model)
         return
     everyone = torch.ones(EXPERTS, dtype=torch.bool)
     odd = torch.arange(EXPERTS) % 2 == 1
@@ -195,7 +197,7 @@ def test_choose_gives_the_models_own_weights(family: tuple[str, nn.Module]) -> N
 
 @torch.no_grad()
 def test_weights_read_in_one_convention(family: tuple[str, nn.Module]) -> None:
-    """Gate, up and down of one expert, whatever the layout: writing them over another expert makes that one compute the same."""
+    """Gate, up and down of one expert, whatever the layout: written over another, that one computes the same."""
     _, model = family
     layer = moe_layers(copy.deepcopy(model))[0]
     bank = layer.experts
@@ -225,7 +227,12 @@ def test_weights_read_in_one_convention(family: tuple[str, nn.Module]) -> None:
 
 def test_a_dense_model_is_refused() -> None:
     config = transformers.LlamaConfig(
-        vocab_size=16, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=2
+        vocab_size=16,
+        hidden_size=8,
+        intermediate_size=8,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=2,
     )
     with pytest.raises(ValueError, match=r"LlamaForCausalLM has no MoE layer: searched \d+ modules"):
         moe_layers(transformers.LlamaForCausalLM(config))
@@ -254,7 +261,7 @@ def test_an_unknown_structure_is_named(kind: str, settings: dict[str, object], m
         "head_dim": 8,
         "pad_token_id": 0,
     }
-    allowed = {field for field in model_class.config_class.__dataclass_fields__}
+    allowed = set(model_class.config_class.__dataclass_fields__)
     model = model_class(model_class.config_class(**{k: v for k, v in (base | settings).items() if k in allowed}))
     with pytest.raises(ValueError, match=missing) as error:
         moe_layers(model)

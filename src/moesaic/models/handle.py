@@ -34,7 +34,7 @@ class WeightRule:
 
 
 class ForeignRouter:
-    """Contract 1 over a router of transformers: the module stays what it is, this reads it as ``score -> choose -> weigh``.
+    """Contract 1 over a router of transformers: the module stays what it is, this reads it as score, choose, weigh.
 
     Args:
         shell: the layer that it belongs to.
@@ -90,7 +90,8 @@ class MoELayer:
     shell: Shell | None = None
 
     def __repr__(self) -> str:
-        return f"MoELayer({self.index}: {self.name}, {self.num_experts} experts, top {self.top_k}; {self.rule.description})"
+        size = f"{self.num_experts} experts, top {self.top_k}"
+        return f"MoELayer({self.index}: {self.name}, {size}; {self.rule.description})"
 
 
 def moe_layers(model: nn.Module) -> list[MoELayer]:
@@ -110,9 +111,10 @@ def moe_layers(model: nn.Module) -> list[MoELayer]:
     found: dict[str, MoE | Shell] = {name: module for name, module in model.named_modules() if isinstance(module, MoE)}
     found.update({shell.name: shell for shell in find_shells(model)})
     if not found:
+        searched = sum(1 for _ in model.modules())
         raise ValueError(
-            f"{type(model).__name__} has no MoE layer: searched {sum(1 for _ in model.modules())} modules for layers of moesaic (MoE)"
-            " and for stacked experts (gate_up_proj or up_proj, and down_proj, of three axes) with a router beside them"
+            f"{type(model).__name__} has no MoE layer: searched {searched} modules for layers of moesaic (MoE) and for"
+            " stacked experts (gate_up_proj or up_proj, and down_proj, of three axes) with a router beside them"
         )
     order = {name: place for place, (name, _) in enumerate(model.named_modules())}
     names = sorted(found, key=lambda name: order[name])

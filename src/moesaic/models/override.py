@@ -22,26 +22,29 @@ def override_routing(
 ) -> Iterator[list[MoELayer]]:
     """Decide, inside the block, where rows go and what a layer returns.
 
-    ``route(call)`` returns the Routing to use: ``call.routing`` itself (bit-equal to no override), one from ``call.choose``
-    (another choice, weighed by the model's own rule), or any other. Empty slots are safe whatever the model's kernels do
-    with them. In ``call.routing`` padded rows are empty slots; left so, the model computes for them what it would have.
-    Weights include every scale factor of the layer, also one that a foreign block applies after its experts.
+    ``route(call)`` returns the Routing to use: ``call.routing`` itself (bit-equal to no override), one from
+    ``call.choose`` (another choice, weighed by the model's own rule), or any other. Empty slots are safe whatever the
+    model's kernels do with them. In ``call.routing`` padded rows are empty slots; left so, the model computes for them
+    what it would have. Weights include every scale factor of the layer, also one that a foreign block applies after
+    its experts.
 
-    Overrides nest, inner first: each sees as ``call.routing`` what the one inside it decided. Under gradient checkpointing
-    ``route`` is called again in recomputation and must decide the same, so run ``backward()`` inside the block.
+    Overrides nest, inner first: each sees as ``call.routing`` what the one inside it decided. Under gradient
+    checkpointing ``route`` is called again in recomputation and must decide the same, so run ``backward()`` inside the
+    block.
 
     Args:
         model: a model of ours or of transformers; call this object (or one that contains it) so that padding is known.
         route: what decides, or None to leave the routing alone.
-        output: ``output(call, y_TO)`` returns the layer's output (T, O) to use, shared experts included; ``y_TO`` may be returned.
-            Where router and experts hang on a decoder layer beside a dense MLP it is the output of the experts alone.
+        output: ``output(call, y_TO)`` returns the layer's output (T, O) to use, shared experts included; it may be
+            ``y_TO`` itself. Where router and experts hang on a decoder layer beside a dense MLP it is the output of
+            the experts alone.
         layers: indices, names or handles of MoE layers; all by default.
 
     Yields:
         The handles concerned.
 
     Raises:
-        ValueError: no MoE layer, an unknown one in ``layers``; from the model's call, a Routing of other rows or experts.
+        ValueError: no MoE layer, an unknown one in ``layers``; in the model's call, a Routing of other rows or experts.
     """
     chosen = select_layers(model, layers)
     with intervene(

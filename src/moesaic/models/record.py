@@ -79,8 +79,8 @@ class Record:
 
 
 _NOTHING = (
-    "record_routing recorded nothing: either the model was not run inside the block, or its layers did not report (hooks"
-    " do not fire in compiled or replayed graphs, nor where a fused kernel computes the routing itself)"
+    "record_routing recorded nothing: either the model was not run inside the block, or its layers did not report"
+    " (hooks do not fire in compiled or replayed graphs, nor where a fused kernel computes the routing itself)"
 )
 
 
@@ -94,16 +94,17 @@ def record_routing(
 ) -> Iterator[Record]:
     """Record, inside the block, every decision of the model's MoE layers; what the model computes stays bit-identical.
 
-    Recorded tensors keep their gradient, so losses on routings, inputs and outputs can be built from them. Under gradient
-    checkpointing only the first pass is recorded (with ``use_reentrant=False``, transformers' default, it carries gradient).
+    Recorded tensors keep their gradient, so losses on routings, inputs and outputs can be built from them. Under
+    gradient checkpointing only the first pass is recorded; with ``use_reentrant=False``, transformers' default, it
+    carries gradient.
     Inside an override (``with record: with override:``) the overridden routing is recorded.
 
     Args:
         model: see :func:`~moesaic.models.override.override_routing`.
         hidden: keep each layer's input.
         outputs: keep each layer's output.
-        reduce: called with each :class:`RecordedCall` (input and output always there); only what it returns is kept, so memory
-            stays flat over any number of tokens.
+        reduce: called with each :class:`RecordedCall` (input and output always there); only what it returns is kept,
+            so memory stays flat over any number of tokens.
         layers: indices, names or handles of MoE layers; all by default.
 
     Yields:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+
 from torch import nn
 
 from moesaic.layers import MoE
@@ -12,7 +13,9 @@ from moesaic.models.adapters.weights import ForeignExperts
 
 _ROUTER_NAMES = ("gate", "router")
 _ROUTER_CLASS = re.compile(r"(Router|Gating|Gate)$")
-_MOE_CLASS = re.compile(r"(MoE|Moe|MoA|Experts|SparseMLP|SparseMoeBlock|MoeBlock|NaiveMoe|TopKRouter|Top1Router|Top2Router)$")
+_MOE_CLASS = re.compile(
+    r"(MoE|Moe|MoA|Experts|SparseMLP|SparseMoeBlock|MoeBlock|NaiveMoe|TopKRouter|Top1Router|Top2Router)$"
+)
 _CLIMB = 3  # wrappers (adapters) may stand between a bank and its block
 
 
@@ -27,7 +30,9 @@ def find_shells(model: nn.Module) -> list[Shell]:
     """
     modules = dict(model.named_modules())
     ours = [name for name, module in modules.items() if isinstance(module, MoE)]
-    shells = [_shell(name, modules) for name, module in modules.items() if _is_bank(name, module) and not _in(name, ours)]
+    shells = [
+        _shell(name, modules) for name, module in modules.items() if _is_bank(name, module) and not _in(name, ours)
+    ]
     _refuse_unknown(modules, shells, ours)
     return shells
 
@@ -79,16 +84,16 @@ def _refuse_unknown(modules: dict[str, nn.Module], shells: list[Shell], ours: li
         looks = _MOE_CLASS.search(type(module).__name__) or _last(name) in ("experts", "router")
         if looks and any(True for _ in module.parameters()):
             raise ValueError(
-                f"{name} ({type(module).__name__}) looks like a part of an MoE layer, but its structure is not supported:"
-                f" {_missing(module)}"
+                f"{name} ({type(module).__name__}) looks like a part of an MoE layer, but its structure is not"
+                f" supported: {_missing(module)}"
             )
 
 
 def _missing(module: nn.Module) -> str:
-    children = [name for name, _ in module.named_children()]
+    parts = [name for name, _ in module.named_children()] or [name for name, _ in module.named_parameters()]
     return (
-        "no module under it holds stacked parameters gate_up_proj (or up_proj) and down_proj of three axes with a router"
-        f" beside it that returns (logits, weights, ids); its parts are {children or [key for key, _ in module.named_parameters()]}"
+        "no module under it holds stacked parameters gate_up_proj (or up_proj) and down_proj of three axes with a"
+        f" router beside it that returns (logits, weights, ids); its parts are {parts}"
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from functools import lru_cache
@@ -63,7 +63,7 @@ def current_context(rows: int, device: torch.device) -> Context:
 
 @contextmanager
 def watch_calls(model: nn.Module, within: Sequence[nn.Module]) -> Iterator[None]:
-    """Keep track, inside the block, of calls of ``model`` and of the transformers models that hold the modules ``within``.
+    """Keep track of calls of ``model`` and of the transformers models inside it that hold the modules ``within``.
 
     Args:
         model: what the user calls.
@@ -82,7 +82,7 @@ def watch_calls(model: nn.Module, within: Sequence[nn.Module]) -> Iterator[None]
 
 def _enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     running = _frames.get()
-    given = {**dict(zip(_argument_names(type(module)), args, strict=False)), **kwargs}
+    given = {**dict(zip(_argument_names(type(module).forward), args, strict=False)), **kwargs}
     _frames.set((*running, _read(module, given, running[-1] if running else None)))
 
 
@@ -102,9 +102,7 @@ def _read(module: nn.Module, given: Mapping[str, Any], outer: Frame | None) -> F
     elif mask.dtype != torch.bool:
         mask = mask != 0
     position = given.get("position_ids")
-    if not (isinstance(position, Tensor) and position.dim() == 2 and position.shape[1] == length):
-        position = None
-    elif position.shape[0] not in (1, batch):
+    if not (isinstance(position, Tensor) and tuple(position.shape) in ((1, length), (batch, length))):
         position = None
     past = _cached_tokens(given.get("cache", given.get("past_key_values")))
     if outer is not None:
@@ -135,8 +133,8 @@ def _cached_tokens(cache: Any) -> int:
 
 
 @lru_cache(maxsize=256)
-def _argument_names(kind: type[nn.Module]) -> tuple[str, ...]:
-    return tuple(inspect.signature(kind.forward).parameters)[1:]
+def _argument_names(forward: Callable[..., Any]) -> tuple[str, ...]:
+    return tuple(inspect.signature(forward).parameters)[1:]
 
 
 def _is_transformers_model(module: nn.Module) -> bool:

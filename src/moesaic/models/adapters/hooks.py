@@ -110,16 +110,19 @@ class _Site:
         return (y, *output[1:]) if isinstance(output, tuple) else y
 
     def _context(self, x_TD: Tensor) -> Context:
-        """The context of this call. Recomputation runs the layer alone, without the model's call around it: what the first
-        pass knew is found again by the input, which is recomputed as it was."""
+        """The context of this call.
+
+        Recomputation runs the layer alone, without the model's call around it: what the first pass knew is found again
+        by the input, which is recomputed as it was.
+        """
         sample = x_TD.detach().reshape(-1)[:: max(1, x_TD.numel() // _SAMPLES)]
         if in_recompute():
-            near = [(a, c) for a, c in self._contexts if a.shape == sample.shape and c.num_rows in (None, x_TD.shape[0])]
+            near = [
+                (a, c) for a, c in self._contexts if a.shape == sample.shape and c.num_rows in (None, x_TD.shape[0])
+            ]
             if near:
                 return min(near, key=lambda item: float((item[0] - sample).abs().max()))[1]
         context = current_context(x_TD.shape[0], x_TD.device)
         if self.shell.block.training and not in_recompute():
             self._contexts.append((sample.clone(), context))
         return context
-
-

@@ -111,7 +111,8 @@ def _run_copy(router: nn.Module, block: nn.Module) -> tuple[int | None, Any, nn.
     twin.eval()
     real_top_k = None
     if getattr(twin, "top_k", None) == 1 and not _experts_fewer_than_two(twin):
-        real_top_k, twin.top_k = 1, 2  # with one expert a renormalised weight is always 1 and hides its score
+        real_top_k = 1
+        twin.__dict__["top_k"] = 2  # with one expert a renormalised weight is always 1 and hides its score
     arguments, stand_in = _more_arguments(twin, block, generator)
     width = next(p.shape[-1] for p in twin.parameters() if p.dim() >= 2)
     x_TD = torch.randn((ROWS, width), generator=generator)
@@ -159,9 +160,7 @@ def _more_arguments(twin: nn.Module, block: nn.Module, generator: torch.Generato
 
 
 # ---------------------------------------------------------------------------------------------------------- fitting
-def _fit(
-    router: nn.Module, block: nn.Module, logits: Tensor, weights: Tensor, ids: Tensor, top_k: int
-) -> Rule | None:
+def _fit(router: nn.Module, block: nn.Module, logits: Tensor, weights: Tensor, ids: Tensor, top_k: int) -> Rule | None:
     probabilities = bool((logits >= 0).all()) and bool(((logits.sum(-1) - 1).abs() < 1e-4).all())
     if probabilities:
         logits = logits.clamp(min=torch.finfo(logits.dtype).tiny).log()
@@ -199,7 +198,10 @@ def _name_scale(rule: Rule, scale: float, router: nn.Module) -> Rule:
 def _fit_selection(
     router: nn.Module, block: nn.Module, score: str, logits: Tensor, ids: Tensor, whole_T: Tensor
 ) -> Selection | None:
-    """The first way of choosing that gives the router's ids, in its order if possible; rows with a skipped slot say nothing."""
+    """The first way of choosing that gives the router's ids, in its order if possible.
+
+    Rows that are not whole (``whole_T``: a slot skips the experts) say nothing.
+    """
     logits, ids = logits[whole_T], ids[whole_T]
     biases = [None, *(place for place, _ in _tensors(router, block, logits.shape[1]) if "scale" not in place.path)]
     matching: Selection | None = None
@@ -230,7 +232,10 @@ def _tensors(router: nn.Module, block: nn.Module, width: int) -> list[tuple[Plac
     """Tensors with one number an expert, in the router or under the block's own names."""
     found: list[tuple[Place, Tensor]] = []
     for holder, on_block in ((router, False), (block, True)):
-        for name, value in (*holder.named_parameters(recurse=not on_block), *holder.named_buffers(recurse=not on_block)):
+        for name, value in (
+            *holder.named_parameters(recurse=not on_block),
+            *holder.named_buffers(recurse=not on_block),
+        ):
             if value.numel() == width and value.dtype.is_floating_point and not name.endswith("weight"):
                 found.append((Place(name, on_block), value))
     return found

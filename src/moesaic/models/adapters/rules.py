@@ -1,4 +1,4 @@
-"""The rule by which a foreign router chooses and weighs, found from what it computes rather than from its family's name."""
+"""The rule by which a foreign router chooses and weighs, found from what it computes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from moesaic.routing.selection import gather_slots
+from moesaic.routing.routing import gather_slots
 
 SCORES: dict[str, Callable[[Tensor], Tensor]] = {
     "softmax": lambda logits: logits.softmax(-1),
@@ -134,7 +134,10 @@ class Rule:
     top_k: int
 
     def weigh(self, router: nn.Module, block: nn.Module, logits_TE: Tensor, ids_TK: Tensor) -> Tensor:
-        """Weights (T, K) of the choice ``ids_TK``, 0 in empty slots (id = number of columns), without the block's own factor."""
+        """Weights (T, K) of the choice ``ids_TK``, without a factor that the block applies itself.
+
+        An empty slot (id = number of columns) weighs 0.
+        """
         weights = gather_slots(SCORES[self.score](logits_TE), ids_TK)
         if self.renormalise:
             total = weights.sum(-1, keepdim=True)
@@ -149,7 +152,7 @@ class Rule:
     def factor(self, router: nn.Module, block: nn.Module) -> float:
         """The scale factor now."""
         if self.inverse_top_k:
-            return 1.0 / int(router.top_k)  # type: ignore[arg-type]
+            return 1.0 / float(Place("top_k").read(router, block))
         return self.scale if self.scale_place is None else float(self.scale_place.read(router, block))
 
     @property

@@ -1,4 +1,4 @@
-"""The standard shell of transformers' MoE blocks: a router that returns (logits, weights, ids) and a bank that takes them."""
+"""The standard shell of MoE blocks: a router returns (logits, weights, ids) and a bank takes the last two."""
 
 from __future__ import annotations
 
@@ -108,7 +108,9 @@ class Shell:
             untouched_T = ~routing.token_mask_T & (routing.active_T == 0)
             width = max(ids_TK.shape[1], kept_TK.shape[1])
             first = kept_TK[:, :1]
-            ids_TK = torch.where(untouched_T[:, None], _widen(kept_TK, width, first), _widen(ids_TK, width, ids_TK[:, :1]))
+            ids_TK = torch.where(
+                untouched_T[:, None], _widen(kept_TK, width, first), _widen(ids_TK, width, ids_TK[:, :1])
+            )
             kept_weights = old_weights.reshape(rows, -1)
             weights_TK = torch.where(untouched_T[:, None], _widen(kept_weights, width), _widen(weights_TK, width))
         if ids_TK.shape[1] == 1 and kept_TK.shape[1] > 1 and not hasattr(self.experts.module, "is_transposed"):
@@ -160,7 +162,8 @@ class Shell:
         selection = self.rule.selection
         if selection is None:
             raise ValueError(
-                f"layer {self.name}: the model's own selection was not reproduced, so it cannot be restricted; give ids_TK"
+                f"layer {self.name}: the model's own selection was not reproduced, so it cannot be"
+                " restricted; give ids_TK"
             )
         extra = logits_TE.shape[1] - self.choices
         if allowed_TE is not None and extra:
@@ -168,9 +171,7 @@ class Shell:
         k = self.found.top_k if k is None else k
         return selection.choose(self.router, self.block, _float(logits_TE), k, allowed_TE).clamp(max=self.choices)
 
-    def chooser(
-        self, output: tuple[Any, ...], context: Context
-    ) -> Callable[[Tensor | None, Tensor | None], Routing]:
+    def chooser(self, output: tuple[Any, ...], context: Context) -> Callable[[Tensor | None, Tensor | None], Routing]:
         """What ``call.choose`` does here."""
 
         def choose(ids_TK: Tensor | None, allowed_TE: Tensor | None) -> Routing:
@@ -200,8 +201,8 @@ class Shell:
         fits = isinstance(output, tuple) and len(output) >= 3 and all(isinstance(item, Tensor) for item in output[:3])
         if not fits or output[2].dtype.is_floating_point or output[1].shape != output[2].shape:
             raise RuntimeError(
-                f"layer {self.name}: its router {type(self.router).__name__} did not return (logits, weights, ids) as the standard"
-                " shell does; this structure is not supported"
+                f"layer {self.name}: its router {type(self.router).__name__} did not return (logits, weights, ids)"
+                " as the standard shell does; this structure is not supported"
             )
 
 

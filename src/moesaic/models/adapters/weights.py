@@ -35,8 +35,8 @@ class ForeignExperts:
         rows = int(first.shape[2 if self.transposed else 1])
         if rows != (2 if self.has_gate else 1) * self.width:
             raise ValueError(
-                f"{name}: {self._first_name} {tuple(first.shape)} and down_proj {tuple(down.shape)} do not fit one layout"
-                f" (is_transposed={self.transposed}, has_gate={self.has_gate})"
+                f"{name}: {self._first_name} {tuple(first.shape)} and down_proj {tuple(down.shape)} do not fit one"
+                f" layout (is_transposed={self.transposed}, has_gate={self.has_gate})"
             )
 
     @property
@@ -57,9 +57,9 @@ class ForeignExperts:
         """Weights of the experts ``ids`` (all by default).
 
         Returns:
-            ``gate`` and ``up`` (n, F, D) (no ``gate`` where the experts have none), ``down`` (n, D, F), and where the bank has
-            them ``gate_bias``, ``up_bias`` (n, F) and ``down_bias`` (n, D). Views of the parameters for all experts, with
-            their gradient; copies for some.
+            ``gate`` and ``up`` (n, F, D) (no ``gate`` where the experts have none), ``down`` (n, D, F), and where the
+            bank has them ``gate_bias``, ``up_bias`` (n, F) and ``down_bias`` (n, D). Views of the parameters for all
+            experts, copies for some; both with gradient.
 
         Raises:
             IndexError: an id outside 0..E-1.
@@ -140,8 +140,8 @@ class ForeignExperts:
 def fill_empty(routing: Routing, spare_T: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Ids and weights that any bank can run: an empty slot repeats an expert of its row, with weight 0.
 
-    Banks of transformers differ in what they do with the id E: some skip it, some crash, some compute garbage. Repeating an
-    expert of the same row runs no expert that the row would not run anyway, so the weight 0 is exact.
+    Banks of transformers differ in what they do with the id E: some skip it, some crash, some compute garbage.
+    Repeating an expert of the same row runs none that the row would not run anyway, so the weight 0 is exact.
 
     Args:
         routing: what is to be run.
