@@ -19,6 +19,9 @@ from moesaic.models.history import History
 from moesaic.models.parts import EXPERTS, LOSSES, ROUTERS, SHARED, build
 from moesaic.routing import Context, Routing
 
+# Mark on a Linear whose weights start at zero.
+STARTS_AT_ZERO = "starts_at_zero"
+
 
 @dataclass(frozen=True, eq=False)
 class BlockCall:
@@ -53,6 +56,11 @@ class MoesaicBlock(GradientCheckpointingLayer):
         self.mlp_norm = Norm(dim, config.norm, config.norm_eps, scale=config.norm_scale)
         assert config.mlp_layer_types is not None
         self.mlp = build_moe(config, index) if config.mlp_layer_types[index] == "moe" else dense_mlp(config)
+        if config.zero_init_outputs:
+            shared = self.mlp.shared if isinstance(self.mlp, MoE) else self.mlp
+            for linear in (self.attention.o_proj, getattr(shared, "down", None)):
+                if linear is not None:
+                    setattr(linear, STARTS_AT_ZERO, True)
         self.attention_shift = CausalShift(dim, config.shift) if config.shift else None
         self.mlp_shift = CausalShift(dim, config.shift) if config.shift else None
 

@@ -7,6 +7,8 @@ from typing import Any
 from huggingface_hub.dataclasses import strict
 from transformers import PreTrainedConfig
 
+from moesaic.models.registration import register_when_loaded
+
 FORMAT = 1  # of the configuration and checkpoint; newer ones are refused
 
 
@@ -120,3 +122,6 @@ class MoesaicConfig(PreTrainedConfig):
         if self.logit_cap is not None and self.logit_cap <= 0:
             raise ValueError(f"logit_cap must be positive or None, got {self.logit_cap}")
         super().__post_init__(**kwargs)  # type: ignore[no-untyped-call]
+
+
+register_when_loaded()

@@ -31,7 +31,7 @@ def load(
     Raises:
         FileNotFoundError: no such folder, no config.json, no weights.
         ValueError: a configuration that cannot be read, names an unknown part, or has a newer format; a damaged shard;
-            tensors that are missing, left over, or of another shape, all named.
+            tensors that are missing, left over, of another shape, or hold NaN or inf, counted and the first ones named.
     """
     folder = model_folder(path)
     kind = _model_type(folder)
@@ -39,15 +39,17 @@ def load(
     cls: Any = MoesaicForCausalLM if kind == MoesaicConfig.model_type else AutoModelForCausalLM
     try:
         model, report = cls.from_pretrained(
-            folder, dtype=dtype, output_loading_info=True, local_files_only=True, use_safetensors=True
+            folder,
+            dtype=dtype,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # reported below, by name
+            local_files_only=True,
+            use_safetensors=True,
         )
     except SafetensorError as error:
         raise ValueError(f"{folder} holds a damaged safetensors file: {error}") from error
-    except RuntimeError as error:
-        if "size mismatch" in str(error) or "mismatch" in str(error):
-            raise ValueError(f"{folder}: tensors do not have the shapes that config.json asks for: {error}") from error
-        raise
     check_loading(str(folder), report)
+    _check_finite(folder, model)
     loaded: PreTrainedModel = model.eval() if device is None else model.eval().to(device)
     return loaded
 
@@ -57,6 +59,13 @@ def model_folder(path: str | os.PathLike[str]) -> Path:
     folder = Path(path)
     inner = folder / "model"
     return inner if not (folder / "config.json").exists() and (inner / "config.json").exists() else folder
+
+
+def _check_finite(folder: Path, model: PreTrainedModel) -> None:
+    bad = [name for name, value in model.named_parameters() if not bool(torch.isfinite(value).all())]
+    if bad:
+        more = f" and {len(bad) - 5} more" if len(bad) > 5 else ""
+        raise ValueError(f"{folder} holds {len(bad)} tensors with NaN or inf: {', '.join(bad[:5])}{more}")
 
 
 def _model_type(folder: Path) -> str:

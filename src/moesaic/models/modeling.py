@@ -15,17 +15,16 @@ from transformers import DynamicCache, GenerationMixin, PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils.generic import ModelOutput
 
-from moesaic.experts import SharedExpert
-from moesaic.layers.attention import Attention
 from moesaic.layers.ngram import NgramEmbedding
 from moesaic.layers.norm import Norm
 from moesaic.layers.rotary import rotary_angles
 from moesaic.layers.shift import CausalShift
-from moesaic.models.block import BlockCall, MoesaicBlock
+from moesaic.models.block import STARTS_AT_ZERO, BlockCall, MoesaicBlock
 from moesaic.models.configuration import MoesaicConfig
 from moesaic.models.history import History
 from moesaic.models.inputs import attention_pattern, eager_attention, is_packed, read_context
 from moesaic.models.loading_report import check_loading
+from moesaic.models.registration import register_when_loaded
 from moesaic.routing import ParameterSpec, Routing, share_controllers
 
 # What transformers' own callers add to a forward; everything else that is unknown is refused, not swallowed.
@@ -66,8 +65,8 @@ class MoesaicPreTrainedModel(PreTrainedModel):
     _supports_sdpa = True
     _supports_flash_attn = True
     _supports_attention_backend = True
-    # Routers select and weigh in float32 whatever the model's dtype.
-    _keep_in_fp32_modules_strict = {"router"}  # noqa: RUF012
+    # Routers select and weigh in float32 whatever the model's dtype; controllers move in small steps.
+    _keep_in_fp32_modules_strict = {"router", "threshold_controllers"}  # noqa: RUF012
     config: MoesaicConfig
 
     @classmethod
@@ -85,9 +84,11 @@ class MoesaicPreTrainedModel(PreTrainedModel):
         Raises:
             ValueError: tensors that do not fit, named.
         """
+        options["ignore_mismatched_sizes"] = True  # reported below, by name
         loaded: Any = super().from_pretrained(path, *args, output_loading_info=True, **options)
         model, report = loaded
         check_loading(str(path), report)
+        _align(model)
         return (model, report) if output_loading_info else model
 
     def _set_gradient_checkpointing(
@@ -109,7 +110,7 @@ class MoesaicPreTrainedModel(PreTrainedModel):
         if isinstance(module, nn.Embedding):
             module.weight.normal_(0, config.embedding_std)
         elif isinstance(module, nn.Linear):
-            module.weight.normal_(0, module.in_features**-0.5)
+            module.weight.normal_(0, 0.0 if getattr(module, STARTS_AT_ZERO, False) else module.in_features**-0.5)
             if module.bias is not None:
                 module.bias.zero_()
         elif isinstance(module, Norm):
@@ -121,11 +122,6 @@ class MoesaicPreTrainedModel(PreTrainedModel):
             module.weight_JD.zero_()
         elif callable(reset := getattr(module, "reset_parameters", None)):
             reset()
-        if config.zero_init_outputs:
-            if isinstance(module, Attention):
-                module.o_proj.weight.zero_()
-            elif isinstance(module, SharedExpert):
-                module.down.weight.zero_()
 
 
 class MoesaicModel(MoesaicPreTrainedModel):
@@ -203,7 +199,7 @@ class MoesaicModel(MoesaicPreTrainedModel):
         plain = attention_mask is None and not past and not packed
         call = BlockCall(
             context,
-            attention_pattern(config, x_BSD, attention_mask, position_BS, cache, plain),
+            attention_pattern(config, x_BSD, attention_mask, position_BS, None if packed else cache, plain),
             None if real_BS is None else real_BS[..., None],
             rotary_angles(position_BS, self.head_dim, config.rope_theta),
             ALL_ATTENTION_FUNCTIONS.get_interface(config._attn_implementation, eager_attention),
@@ -256,13 +252,9 @@ class MoesaicForCausalLM(MoesaicPreTrainedModel, GenerationMixin):
         super().__init__(config)
         self.model = MoesaicModel(config)
         self.lm_head = Head(config.hidden_size, config.vocab_size, bias=False)
+        if config.zero_init_outputs and not config.tie_word_embeddings:
+            setattr(self.lm_head, STARTS_AT_ZERO, True)
         self.post_init()  # type: ignore[no-untyped-call]
-
-    @torch.no_grad()
-    def _init_weights(self, module: nn.Module) -> None:
-        super()._init_weights(module)
-        if isinstance(module, Head) and self.config.zero_init_outputs and not self.config.tie_word_embeddings:
-            module.weight.zero_()
 
     def create_masks_for_generate(self, attention_mask: Tensor | None = None, **_: Any) -> Tensor | None:
         """The 2-D mask as it is, also for caches of fixed size: routers must know which tokens are padding."""
@@ -342,6 +334,17 @@ class MoesaicForCausalLM(MoesaicPreTrainedModel, GenerationMixin):
         )
 
 
+@torch.no_grad()
+def _align(model: nn.Module) -> None:
+    """Copy loaded tensors that lie at odd addresses of the mapped file.
+
+    There kernels round otherwise than for those of a model that was just trained, and they would change with the file.
+    """
+    for tensor in (*model.parameters(), *model.buffers()):
+        if tensor.device.type == "cpu" and tensor.data_ptr() % 64:
+            tensor.data = tensor.data.clone()
+
+
 def _check_options(options: dict[str, Any]) -> None:
     if options.get("past_key_values") is not None:
         raise ValueError("past_key_values is called cache here, as in transformers from 5.24 on")
@@ -351,9 +354,11 @@ def _check_options(options: dict[str, Any]) -> None:
 
 
 def _real_labels(labels: Tensor, attention_mask: Tensor | None) -> Tensor:
+    """Labels without those of padding, and without those that would be predicted from padding."""
     if attention_mask is None or attention_mask.dim() != 2 or attention_mask.shape[1] < labels.shape[1]:
         return labels
-    return labels.masked_fill(attention_mask[:, attention_mask.shape[1] - labels.shape[1] :] == 0, -100)
+    real_BS = attention_mask[:, attention_mask.shape[1] - labels.shape[1] :] != 0
+    return labels.masked_fill(~(real_BS & real_BS.roll(1, -1)), -100)  # the first label of a row predicts nothing
 
 
 def _cross_entropy(logits: Tensor, labels: Tensor, items: int | Tensor | None) -> Tensor:
@@ -364,3 +369,6 @@ def _cross_entropy(logits: Tensor, labels: Tensor, items: int | Tensor | None) -
     rows = rows if rows.dtype == torch.float64 else rows.float()
     losses = F.cross_entropy(rows, targets, ignore_index=-100, reduction="sum")
     return losses / ((targets != -100).sum().clamp(min=1) if items is None else items)
+
+
+register_when_loaded()

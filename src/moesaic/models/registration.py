@@ -8,9 +8,9 @@ import sys
 from collections.abc import Callable, Sequence
 from types import ModuleType
 
-
 CONFIG_CLASSES = "transformers.models.auto.configuration_auto"
 MODEL_CLASSES = "transformers.models.auto.modeling_auto"
+MODEL_LAYERS = "transformers.modeling_layers"  # needed by our model, and itself an importer of the auto classes
 
 
 def register_when_loaded() -> None:
@@ -39,6 +39,8 @@ def register_config() -> None:
 
 def register_model() -> None:
     """Tell ``AutoModelForCausalLM`` about our model; doing it twice is harmless."""
+    if MODEL_LAYERS in sys.modules and not hasattr(sys.modules[MODEL_LAYERS], "GradientCheckpointingLayer"):
+        return  # somebody imports a model file first: done when the layers are loaded
     import moesaic.models.modeling as ours
 
     if hasattr(ours, "MoesaicForCausalLM"):
@@ -47,13 +49,22 @@ def register_model() -> None:
         sys.modules[MODEL_CLASSES].AutoModelForCausalLM.register(model.config_class, model, exist_ok=True)
 
 
+def _register_model_after_layers() -> None:
+    if MODEL_CLASSES in sys.modules:
+        register_model()
+
+
 def _is_loaded(name: str) -> bool:
     """Whether a module was imported to its end; one that is being imported registers us itself when it is done."""
     module = sys.modules.get(name)
     return module is not None and not getattr(module.__spec__, "_initializing", False)
 
 
-_ACTIONS: dict[str, Callable[[], None]] = {CONFIG_CLASSES: register_config, MODEL_CLASSES: register_model}
+_ACTIONS: dict[str, Callable[[], None]] = {
+    CONFIG_CLASSES: register_config,
+    MODEL_CLASSES: register_model,
+    MODEL_LAYERS: _register_model_after_layers,
+}
 
 
 class _Watcher(importlib.abc.MetaPathFinder):
