@@ -25,7 +25,7 @@ Vector = NDArray[np.float64]
 Method = TypeVar("Method", bound=Callable[..., Any])
 
 # Rows whose activations the network holds at once (K * D float64 values each, in a handful of arrays).
-_BATCH_ROWS = 128
+_BATCH_ROWS = 32
 
 
 def _judges_new_rows(detector: OneForAllDetector) -> bool:
