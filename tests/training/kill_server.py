@@ -1,8 +1,8 @@
 """Imports once, then forks a child per line of stdin that trains (or goes on training) and may be killed.
 
-A line is ``FOLDER HOW NUMBER``: HOW is ``none`` (run to the end), ``call`` (SIGKILL itself before its NUMBER-th call of
-fsync, rename or unlink, most of which belong to a checkpoint being written) or ``time`` (killed after NUMBER seconds).
-Answers with the child's exit status.
+A line is ``FOLDER STEPS HOW NUMBER``: HOW is ``none`` (run to the end), ``call`` (SIGKILL itself before its NUMBER-th
+call of fsync, rename or unlink, most of which belong to a checkpoint being written) or ``time`` (killed after NUMBER
+seconds). Answers with the exit status of the child.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import itertools
 import os
 import signal
 import sys
+import tempfile
 import time
 import traceback
 from pathlib import Path
@@ -20,13 +21,12 @@ import torch
 from tests.training import standin
 from tests.training.test_trainer import EVERYTHING, STATEFUL, TrainConfig, Trainer
 
-STEPS = 24
 CONFIG = {**EVERYTHING, "save_every": 2, "log_every": 1}
 
 
-def train(folder: Path) -> None:
+def train(folder: Path, steps: int) -> None:
     resume = any((folder / "checkpoints").glob("step-*"))
-    trainer = Trainer(standin.model(**STATEFUL), standin.data(600), TrainConfig(steps=STEPS, **CONFIG), out=folder)
+    trainer = Trainer(standin.model(**STATEFUL), standin.data(600), TrainConfig(steps=steps, **CONFIG), out=folder)
     trainer.train(resume=resume)
 
 
@@ -46,12 +46,12 @@ def die_at_call(number: int) -> None:
         setattr(os, name, counted(getattr(os, name)))
 
 
-def child(folder: Path, how: str, number: float) -> None:
+def child(folder: Path, steps: int, how: str, number: float) -> None:
     if how == "call":
         die_at_call(int(number))
     status = 1
     try:
-        train(folder)
+        train(folder, steps)
         status = 0
     except (ValueError, OSError, RuntimeError, TypeError, AssertionError):
         traceback.print_exc()
@@ -61,11 +61,13 @@ def child(folder: Path, how: str, number: float) -> None:
 
 def main() -> None:
     torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as folder:
+        train(Path(folder), 2)  # what is imported and set up at a first step is there for every child
     for line in sys.stdin:
-        folder, how, number = line.split()
+        folder, steps, how, number = line.split()
         pid = os.fork()
         if pid == 0:
-            child(Path(folder), how, float(number))
+            child(Path(folder), int(steps), how, float(number))
         if how == "time":
             time.sleep(float(number))
             os.kill(pid, signal.SIGKILL)

@@ -29,8 +29,8 @@ class Server:
             text=True,
         )
 
-    def run(self, folder, how="none", number=0.0):
-        self.process.stdin.write(f"{folder} {how} {number}\n")
+    def run(self, folder, steps, how="none", number=0.0):
+        self.process.stdin.write(f"{folder} {steps} {how} {number}\n")
         self.process.stdin.flush()
         return int(self.process.stdout.readline())
 
@@ -43,38 +43,33 @@ def server():
     made.process.wait(60)
 
 
-@pytest.fixture(scope="module")
-def whole(server, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("whole")
-    assert server.run(folder) == 0
-    return folder
-
-
-def kill_and_compare(server, whole, folder, moments):
+def kill_and_compare(server, folder, steps, moments):
+    whole, cut = folder / "whole", folder / "cut"
+    assert server.run(whole, steps) == 0
     killed = 0
     for how, number in moments:
-        status = server.run(folder, how, number)
+        status = server.run(cut, steps, how, number)
         assert status in (0, -9), status
         killed += status == -9
-    assert server.run(folder) == 0
-    first, second = latest_checkpoint(whole / "checkpoints"), latest_checkpoint(folder / "checkpoints")
-    assert first.step == second.step
+    assert server.run(cut, steps) == 0
+    first, second = latest_checkpoint(whole / "checkpoints"), latest_checkpoint(cut / "checkpoints")
+    assert first.step == second.step == steps
     for part in ("model", "optimizer", "average", "state", "routing", "start"):
         assert standin.same(first.tensors(part), second.tensors(part)), part
-    assert metrics(whole) == metrics(folder)
-    assert not list(folder.rglob(".tmp-*"))
+    assert metrics(whole) == metrics(cut)
+    assert not list(cut.rglob(".tmp-*"))
     return killed
 
 
-def test_four_kills_inside_the_write(server, whole, tmp_path):
-    assert kill_and_compare(server, whole, tmp_path, [("call", n) for n in (3, 9, 14, 25)]) == 4
+def test_four_kills_inside_the_write(server, tmp_path):
+    assert kill_and_compare(server, tmp_path, 8, [("call", n) for n in (3, 9, 14, 25)]) == 4
 
 
 @pytest.mark.slow
-def test_twenty_random_kills(server, whole, tmp_path):
+def test_twenty_random_kills(server, tmp_path):
     draw = random.Random(0)
     inside = [("call", draw.randint(1, 30)) for _ in range(12)]
     anywhere = [("time", round(draw.uniform(0.02, 0.8), 3)) for _ in range(8)]
     moments = inside + anywhere
     draw.shuffle(moments)
-    assert kill_and_compare(server, whole, tmp_path, moments) >= 12
+    assert kill_and_compare(server, tmp_path, 24, moments) >= 12

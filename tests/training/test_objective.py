@@ -96,3 +96,22 @@ def test_targets_that_do_not_count_and_padding():
     padded = Batch(inputs, targets, mask, 32)
     assert causal_lm(model, padded).lm_sum.item() == pytest.approx(causal_lm(model, batch).lm_sum.item(), rel=1e-5)
     assert isinstance(model.blocks[0].ffn.experts, FFNExperts)
+
+
+@pytest.mark.slow
+@pytest.mark.case("C09")
+def test_under_compile_the_gradient_reaches_the_router_or_the_run_says_it_went_eager():
+    moved = []
+    for compiled in (False, True):
+        model = standin.model(coefficient=0.01)
+        config = TrainConfig(steps=1, batch=4, length=16, lm=0.0, clip=None, compile=compiled)
+        trainer = Trainer(model, standin.data(), config)
+        seen = []
+        trainer.state.optimizers.step = lambda seen=seen, model=model: seen.append(
+            model.blocks[0].ffn.router.weight_ED.grad.clone()
+        )
+        report = trainer.train()
+        assert len(report.notes) <= int(compiled)
+        moved += seen
+    assert moved[0].norm() > 0
+    torch.testing.assert_close(moved[1], moved[0], rtol=1e-3, atol=1e-8)

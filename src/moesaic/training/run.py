@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
+from torch import nn
 
 from moesaic.data.tokenize import Tokenizer
 from moesaic.formats.checkpoint import latest_checkpoint
@@ -39,7 +40,8 @@ def train_from_config(
     out = Path(config.out)
     tokenizer = Tokenizer.load(latest_checkpoint(checkpoints_of(out)).path) if resume else None
     data = load_text_data(config.data, seed=config.train.seed, tokenizer=tokenizer)
-    model = build_model(config, data).to(_device(device))
+    model = build_model(config, data)
+    nn.Module.to(model, _device(device))
     return Trainer(model, data, config.train, out=out, observers=observers).train(resume=resume)
 
 

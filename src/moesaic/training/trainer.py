@@ -22,14 +22,15 @@ from moesaic.training.diagnosis import NonFiniteError, first_non_finite_gradient
 from moesaic.training.evaluation import evaluate_tokens
 from moesaic.training.interrupts import Interrupts
 from moesaic.training.memory import hold_freed_memory
-from moesaic.training.objective import Objective, auxiliary_terms, causal_lm, step_loss
+from moesaic.training.metrics import make_report, step_metrics
+from moesaic.training.objective import Objective, causal_lm, step_loss
 from moesaic.training.observers import MetricsFile, Observer
 from moesaic.training.optimizers import build_optimizers
 from moesaic.training.report import TrainReport
 from moesaic.training.run_files import RunFiles
 from moesaic.training.run_state import RunState
 from moesaic.training.schedules import schedule_factor
-from moesaic.training.statistics import ExpertMovement, LoadTable, routing_summary
+from moesaic.training.statistics import ExpertMovement, LoadTable
 from moesaic.training.text_data import TextData
 
 logger = logging.getLogger("moesaic.training")
@@ -255,24 +256,8 @@ class Trainer:
         progress = self._progress()
         position.last_loss = float(self._loss_sum) / position.loss_steps
         self._loss_sum, position.loss_steps = 0.0, 0
-        tokens, seconds = position.tokens - self._logged[0], position.elapsed - self._logged[1]
+        metrics = step_metrics(self.state, routings, norm, progress, since=self._logged)
         self._logged = (position.tokens, position.elapsed)
-        metrics: dict[str, Any] = {
-            "step": position.step,
-            "loss": position.last_loss,
-            "lr": max(g["lr"] for o in self.state.optimizers.parts.values() for g in o.param_groups),
-            "tokens": position.tokens,
-            **{f"loss_{name}": float(value) for name, value in auxiliary_terms(routings).items()},
-            **routing_summary(routings),
-        }
-        if norm is not None:
-            metrics["gradient_norm"] = norm
-        metrics |= {
-            "progress": min(progress, 1.0),
-            "seconds": round(position.elapsed, 3),
-            "seconds_left": round(position.elapsed * (1 / progress - 1), 1) if progress < 1 else 0.0,
-            "tokens_per_second": round(tokens / max(seconds, 1e-9), 1),
-        }
         self.state.loads.add(position.step, routings)
         self._tell(metrics)
 
@@ -367,25 +352,8 @@ class Trainer:
         if self.files is not None:
             with self._averaged():
                 model = self.files.write_model(self.model, self.state.loads)
-        trained = sum(p.numel() for p in self.model.parameters() if p.requires_grad)
-        report = TrainReport(
-            steps=position.step,
-            tokens=position.tokens,
-            seconds=position.elapsed,
-            loss=position.last_loss,
-            eval_loss=position.eval_loss,
-            best_eval=position.best_eval,
-            moe_layers=len(self.state.loads.layers),
-            experts=self.state.movement.num_experts,
-            unmoved=self.state.movement.unmoved(position.step, self.state.loads.totals()),
-            parameters=trained,
-            frozen_parameters=sum(p.numel() for p in self.model.parameters()) - trained,
-            checkpoint=self._last_good(),
-            model=model,
-            metrics=None if self.files is None else self.files.metrics,
-            failed_saves=list(position.failed_saves),
-            notes=list(self.notes),
-        )
+        metrics = None if self.files is None else self.files.metrics
+        report = make_report(self.state, checkpoint=self._last_good(), model=model, metrics=metrics, notes=self.notes)
         if self.files is not None:
             self.files.write_report(report)
         return report
