@@ -173,7 +173,7 @@ EXPERIMENT = Experiment(
         Arm(OURS, {"router": "dynamic", "normalize": True, "scope": "model"}),
         Arm(LAYERWISE, {"router": "dynamic", "normalize": True, "scope": "layer"}),
     ),
-    seeds=(0, 1),
+    seeds=(0, 1, 2),
     metrics=(
         Metric("loss", "validation loss (nats/char)", "lower", 4),
         Metric("active", "experts a token, second half", digits=2),

@@ -16,7 +16,7 @@ from moesaic.routing.parameters import ParameterSpec, parameter_specs
 from moesaic.routing.principal_subspace import PrincipalSubspaceRouter, test_time_adaptation
 from moesaic.routing.relu import L1Controller, ReLURouter
 from moesaic.routing.router import Router
-from moesaic.routing.routing import Routing
+from moesaic.routing.routing import Routing, gather_slots
 from moesaic.routing.selection import TopKSelection
 from moesaic.routing.state import StepCounter, StepState, end_step
 from moesaic.routing.subspace import GHASubspace
@@ -44,6 +44,7 @@ __all__ = [
     "TopPRouter",
     "checks",
     "end_step",
+    "gather_slots",
     "normalize_router_logits",
     "parameter_specs",
     "share_controllers",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import cached_property
 from types import MappingProxyType
 from typing import Any
@@ -15,6 +15,13 @@ from moesaic.routing.checks import checking
 from moesaic.routing.dispatch import Dispatch
 
 SCORE_FUNCTIONS = ("softmax", "sigmoid", "relu", "sqrt_softplus")
+
+
+_SCORES: dict[str, Callable[[Tensor], Tensor]] = {
+    "sigmoid": torch.sigmoid,
+    "relu": torch.relu,
+    "sqrt_softplus": lambda logits: torch.nn.functional.softplus(logits).sqrt(),
+}
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -215,11 +222,7 @@ class Routing:
         if self.score_function == "softmax":
             probs = logits.softmax(-1)
         else:
-            scores = {
-            "sigmoid": torch.sigmoid,
-            "relu": torch.relu,
-            "sqrt_softplus": lambda values: torch.nn.functional.softplus(values).sqrt(),
-        }[self.score_function](logits)
+            scores = _SCORES[self.score_function](logits)
             total = scores.sum(-1, keepdim=True)
             probs = scores / torch.where(total > 0, total, 1.0)
         return probs if padded is None else probs.masked_fill(padded, 0.0)
