@@ -131,17 +131,17 @@ def reference_training(seconds: float, seed: int) -> Any:
 
 
 def active_parameters(model: Any) -> dict[str, int]:
-    """All parameters, and those that one token multiplies with; embedding tables, of which it reads rows, apart."""
+    """All parameters, and those that one token multiplies with or reads."""
     from moesaic.analysis.statistics import parameter_count
-    from moesaic.routing import parameter_specs
 
-    total = sum(parameter.numel() for parameter in model.parameters())
     try:
-        active = parameter_count(model).active
+        count = parameter_count(model)
+        return {"parameters": count.total, "active": count.active}
     except ValueError:  # no MoE layer
-        active = total
-    tables = sum(p.numel() for _, p, spec in parameter_specs(model) if spec.role == "embedding")
-    return {"parameters": total, "active": active - tables, "embedding_tables": tables}
+        total = sum(parameter.numel() for parameter in model.parameters())
+        tables = [module for module in model.modules() if hasattr(module, "active_parameters")]
+        idle = sum(table.table_RD.numel() - table.active_parameters for table in tables)
+        return {"parameters": total, "active": total - idle}
 
 
 def table(rows: list[dict[str, Any]]) -> str:

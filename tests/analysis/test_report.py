@@ -12,6 +12,7 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 from moesaic.analysis.report import Subject, build_sections, render_page, write_report
 from moesaic.analysis.report.sections import _builders, register_section
 from moesaic.analysis.statistics import parameter_count, routing_statistics
+from moesaic.models import MoesaicConfig, MoesaicForCausalLM
 from tests.conftest import require
 
 NASTY = [
@@ -96,6 +97,15 @@ def test_active_parameters_by_hand(model):
     assert count.experts == experts
     assert count.total - count.active == experts * 6 // 8
     assert count.routers == 3 * 8 * 32
+
+
+def test_a_token_reads_one_row_of_each_ngram_table():
+    sizes = {"vocab_size": 32, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    plain = MoesaicConfig(**sizes)
+    hashed = MoesaicConfig(**sizes, ngram={"orders": [2, 3], "rows": 50})
+    without, with_tables = (parameter_count(MoesaicForCausalLM(config)) for config in (plain, hashed))
+    assert with_tables.total - without.total == 2 * 50 * 32
+    assert with_tables.active - without.active == 2 * 32
 
 
 def test_no_text_and_no_layer_are_refused(model):

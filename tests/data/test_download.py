@@ -108,6 +108,11 @@ def test_missing_files_and_names(server, tmp_path, mirror):
         fetch(NAME, mirror=address, cache_dir=tmp_path / "cache")
 
 
+def test_without_a_network_the_message_says_what_to_do(mirror, tmp_path):
+    with pytest.raises(OSError, match=r"could not download tabular/toy.npz from .*MOESAIC_DATA"):
+        fetch(NAME, mirror="http://127.0.0.1:9", cache_dir=tmp_path / "cache")
+
+
 def test_a_source_that_is_no_pinned_repository():
     with pytest.raises(ValueError, match="OWNER/REPOSITORY@COMMIT:PATH"):
         _ = DataFile("a", 1, "0" * 64, "https://example.org/a", "MIT", "x").url

@@ -197,6 +197,9 @@ class ParameterCount:
 def parameter_count(model: nn.Module, experts_per_token: Sequence[float] | None = None) -> ParameterCount:
     """Count total and active parameters.
 
+    A module that says how many of its parameters one token reads (``active_parameters``, as n-gram tables do) is
+    believed; everything else outside the experts counts as active, the token embedding too.
+
     Args:
         model: the model.
         experts_per_token: measured mean of each MoE layer; by default its top-k (all experts where it has none).
@@ -217,6 +220,10 @@ def parameter_count(model: nn.Module, experts_per_token: Sequence[float] | None 
         experts += bank
         idle += round(bank * (1 - min(used, handle.num_experts) / handle.num_experts))
         routers += sum(parameter.numel() for parameter in _module(handle.router).parameters()) if handle.router else 0
+    for module in model.modules():
+        read = getattr(module, "active_parameters", None)
+        if isinstance(read, int):
+            idle += sum(parameter.numel() for parameter in module.parameters()) - read
     return ParameterCount(total, total - idle, experts, routers)
 
 

@@ -69,6 +69,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = list(sys.argv[1:] if argv is None else argv)
     debug = "--debug" in args or os.environ.get("MOESAIC_DEBUG") == "1"
     args = [arg for arg in args if arg != "--debug"]
+    if not sys.stderr.isatty():
+        os.environ.setdefault("TQDM_DISABLE", "1")  # bars of other libraries; nobody watches
     logging.basicConfig(
         stream=sys.stderr, level=logging.DEBUG if debug else logging.WARNING, format="%(levelname)s %(message)s"
     )

@@ -16,6 +16,7 @@ from urllib.parse import quote
 import pooch
 
 logger = logging.getLogger("moesaic.data")
+pooch.get_logger().setLevel(logging.WARNING)  # downloads are announced by our own logger
 
 _SOURCE = re.compile(r"^(?P<repo>[\w.-]+/[\w.-]+)@(?P<commit>[0-9a-f]{40}):(?P<path>.+)$")
 _RAW_URL = "https://raw.githubusercontent.com/{repo}/{commit}/{path}"
@@ -93,6 +94,13 @@ def fetch(
                 downloader=pooch.HTTPDownloader(progressbar=False, timeout=30),
             )
         )
+    except OSError as error:  # requests' errors too
+        status = getattr(getattr(error, "response", None), "status_code", None)
+        reason = type(error).__name__ if status is None else f"HTTP {status}"
+        raise OSError(
+            f"could not download {name} from {url} ({reason}); without a network, set MOESAIC_DATA to a"
+            f" folder that holds {name}"
+        ) from error
     except ValueError as error:
         raise ValueError(f"{name} from {url} does not have the registry's sha256 {entry.sha256}: {error}") from error
 

@@ -63,6 +63,11 @@ class NgramEmbedding(nn.Module):
         """Axes and role of the tables, which lie one under the other."""
         return {"table_RD": ParameterSpec(("vocab", "model"), "embedding")}
 
+    @property
+    def active_parameters(self) -> int:
+        """Parameters that one token reads: a row of each table."""
+        return len(self.orders) * self.dim
+
     def forward(self, ids_BS: Tensor, past_BP: Tensor | None = None, mask_BS: Tensor | None = None) -> Tensor:
         """Sum of the n-gram embeddings of each token.
 

@@ -97,7 +97,7 @@ def sharpness(subject: Subject) -> Section | None:
     layers = [layer for layer in subject.statistics.layers if layer.rows_with_probs]
     if not layers:
         return None
-    figure = Figure(figsize=(9.5, 3.2))
+    figure = Figure(figsize=(9.5, 3.2), layout="constrained")
     left, right = figure.subplots(1, 2)
     entropies = [layer.mean_entropy() or 0.0 for layer in layers]
     left.bar([layer.index for layer in layers], entropies, color="#31688e")
@@ -105,6 +105,7 @@ def sharpness(subject: Subject) -> Section | None:
     left.axhline(ceiling, color="#888", linestyle="--", linewidth=1)
     left.set(xlabel="MoE layer", ylabel="nats", title="mean entropy (dashed: uniform)")
     left.set_xticks([layer.index for layer in layers])
+    left.set_xlim(layers[0].index - 1.5, layers[-1].index + 1.5)  # a single bar stays a bar
     for layer in layers:
         profile = layer.mean_profile() or []
         colour = (0.2, 0.35 + 0.5 * layer.index / max(len(layers) - 1, 1), 0.65)
