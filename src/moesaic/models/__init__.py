@@ -16,6 +16,16 @@ if TYPE_CHECKING:
     from moesaic.models.modeling import MoesaicForCausalLM, MoesaicModel, MoesaicOutput
     from moesaic.models.override import override_routing
     from moesaic.models.record import record_routing
+    from moesaic.models.saving import Saved, save
+    from moesaic.models.surgery import (
+        Surgery,
+        drop_experts,
+        duplicate_experts,
+        merge_experts,
+        rearrange_experts,
+        reorder_experts,
+    )
+    from moesaic.models.surgery_optimizer import remap_optimizer
 
 _HOME = {
     "Exported": "exporting",
@@ -24,11 +34,20 @@ _HOME = {
     "MoesaicForCausalLM": "modeling",
     "MoesaicModel": "modeling",
     "MoesaicOutput": "modeling",
+    "Saved": "saving",
+    "Surgery": "surgery",
+    "drop_experts": "surgery",
+    "duplicate_experts": "surgery",
     "export": "exporting",
     "load": "loading",
+    "merge_experts": "surgery",
     "moe_layers": "handle",
     "override_routing": "override",
+    "rearrange_experts": "surgery",
     "record_routing": "record",
+    "remap_optimizer": "surgery_optimizer",
+    "reorder_experts": "surgery",
+    "save": "saving",
 }
 
 __all__ = [
@@ -38,11 +57,20 @@ __all__ = [
     "MoesaicForCausalLM",
     "MoesaicModel",
     "MoesaicOutput",
+    "Saved",
+    "Surgery",
+    "drop_experts",
+    "duplicate_experts",
     "export",
     "load",
+    "merge_experts",
     "moe_layers",
     "override_routing",
+    "rearrange_experts",
     "record_routing",
+    "remap_optimizer",
+    "reorder_experts",
+    "save",
 ]
 
 

@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from moesaic.models.configuration import FORMAT, MoesaicConfig
 from moesaic.models.loading_report import check_loading
 from moesaic.models.modeling import MoesaicForCausalLM
+from moesaic.models.saving import ragged_class, restore_class
 
 
 def load(
@@ -36,7 +37,8 @@ def load(
     folder = model_folder(path)
     kind = _model_type(folder)
     _check_shards(folder)
-    cls: Any = MoesaicForCausalLM if kind == MoesaicConfig.model_type else AutoModelForCausalLM
+    ragged = ragged_class(folder)
+    cls: Any = ragged or (MoesaicForCausalLM if kind == MoesaicConfig.model_type else AutoModelForCausalLM)
     try:
         model, report = cls.from_pretrained(
             folder,
@@ -49,6 +51,8 @@ def load(
     except SafetensorError as error:
         raise ValueError(f"{folder} holds a damaged safetensors file: {error}") from error
     check_loading(str(folder), report)
+    if ragged is not None:
+        restore_class(model)
     _check_finite(folder, model)
     loaded: PreTrainedModel = model.eval() if device is None else model.eval().to(device)
     return loaded

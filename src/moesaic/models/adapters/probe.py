@@ -132,6 +132,8 @@ def _randomise(module: nn.Module, generator: torch.Generator) -> None:
         for store in (part._parameters, part._buffers):
             for name, value in store.items():
                 if value is None or not value.dtype.is_floating_point:
+                    if value is not None and value.is_meta:
+                        store[name] = torch.zeros(value.shape, dtype=value.dtype, device="cpu")  # type: ignore[assignment]
                     continue
                 if value.numel() == 1:
                     fresh = torch.ones(value.shape) if value.is_meta else value.detach().float().cpu()
