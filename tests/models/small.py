@@ -14,7 +14,7 @@ from moesaic.models.parts import ROUTERS
 VOCABULARY = 24
 # Values for arguments that parts require; a new part whose argument is not here fails its test by name.
 REQUIRED = {"top_k": 2, "target": 2.0, "p": 0.5}
-SPECIAL: dict[str, dict[str, Any]] = {"expert_choice": {"grouping": "position"}}
+SPECIAL: dict[str, dict[str, Any]] = {"expert_choice": {"grouping": "position"}, "latent": {"compression": 2}}
 # Decisions of these depend on the other sequences of the batch.
 BATCH_DEPENDENT = {"expert_choice"}
 

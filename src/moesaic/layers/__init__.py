@@ -1,6 +1,16 @@
 """Layers that models are built of."""
 
 from moesaic.layers.bare import BareMoE, collect_routings
+from moesaic.layers.latent import LatentMoEConfig, matched_top_k
+from moesaic.layers.latent_conversion import LatentConversion, compress_moe
 from moesaic.layers.moe import MoE
 
-__all__ = ["BareMoE", "MoE", "collect_routings"]
+__all__ = [
+    "BareMoE",
+    "LatentConversion",
+    "LatentMoEConfig",
+    "MoE",
+    "collect_routings",
+    "compress_moe",
+    "matched_top_k",
+]

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from moesaic.experts import Experts, FFNExperts, SharedExpert
+from moesaic.experts import Experts, FFNExperts, LatentExperts, SharedExpert
 from moesaic.losses import BalanceLoss, EntropyLoss, ImportanceLoss, RoutingLoss, ZLoss
 from moesaic.routing import (
     CosineRouter,
@@ -30,7 +30,7 @@ ROUTERS: dict[str, type[Router]] = {
     "dynamic_top_p": DynamicTopPRouter,
     "top_p": TopPRouter,
 }
-EXPERTS: dict[str, type[Experts]] = {"ffn": FFNExperts}
+EXPERTS: dict[str, type[Experts]] = {"ffn": FFNExperts, "latent": LatentExperts}
 SHARED: dict[str, type[nn.Module]] = {"ffn": SharedExpert}
 LOSSES: dict[str, type[RoutingLoss]] = {
     "balance": BalanceLoss,
