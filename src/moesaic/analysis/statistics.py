@@ -216,7 +216,9 @@ def parameter_count(model: nn.Module, experts_per_token: Sequence[float] | None 
     total = sum(parameter.numel() for parameter in model.parameters())
     experts = routers = idle = 0
     for handle, used in zip(handles, experts_per_token, strict=True):
-        bank = sum(parameter.numel() for parameter in _module(handle.experts).parameters())
+        module = _module(handle.experts)
+        # Projections that all experts share are read whatever the experts are.
+        bank = sum(parameter.numel() for parameter in module.parameters()) - getattr(module, "shared_parameters", 0)
         experts += bank
         idle += round(bank * (1 - min(used, handle.num_experts) / handle.num_experts))
         routers += sum(parameter.numel() for parameter in _module(handle.router).parameters()) if handle.router else 0
