@@ -44,6 +44,8 @@ format: .venv/dev  ## let ruff format and mend what it can
 
 bench: .venv/dev  ## the speed and quality tables (alone on the machine; resumable)
 	$(BIN)/python benchmarks/quickstart.py
+	$(BIN)/python benchmarks/tabular.py
+	$(BIN)/python benchmarks/fill_docs.py
 
 docs: .venv/docs  ## build the site into site/
 	$(BIN)/mkdocs build --strict

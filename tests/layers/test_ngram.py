@@ -76,6 +76,71 @@ def test_rows_are_spread(layer):
     assert used > 4096 * 0.55  # a random hash fills 1 - 1/e = 63 %
 
 
+@pytest.fixture
+def vocabulary():
+    """A layer that knows the n-grams of a text which occur twice or more."""
+    layer = NgramEmbedding(4, (3, 2), rows=50, min_count=2)
+    layer.fit(torch.tensor([1, 2, 3, 1, 2, 3, 4, 5, 4, 6]))  # twice: 12, 23, 123; all others once
+    with torch.no_grad():
+        layer.table_RD.normal_(generator=torch.Generator().manual_seed(0))
+    return layer
+
+
+def test_only_the_vocabulary_speaks(vocabulary):
+    known = [(key < 2**63 - 1).sum().item() for key in vocabulary.key_OR]
+    assert known == [1, 2]
+    out = vocabulary(torch.tensor([[1, 2, 3, 4, 5, 7]]))[0]
+    assert (out != 0).any(-1).tolist() == [False, True, True, False, False, False]
+    table = vocabulary.table_RD.view(2, 50, 4)
+    two = out[1]  # 12: a bigram's row alone
+    assert any(torch.equal(two, row) for row in table[1, :2])
+    three = out[2]  # 123 and 23
+    assert any(torch.allclose(three, table[0, 0] + row) for row in table[1, :2])
+
+
+def test_the_most_frequent_have_the_rows():
+    layer = NgramEmbedding(1, (2,), rows=1, min_count=1)
+    layer.fit(torch.tensor([5, 6, 5, 6, 5, 6, 7, 8, 7, 8]))  # 56 thrice
+    with torch.no_grad():
+        layer.table_RD.fill_(1.0)
+    assert layer(torch.tensor([[5, 6, 7, 8]]))[0, :, 0].tolist() == [0, 1, 0, 0]
+
+
+@pytest.mark.parametrize("cut", [1, 2, 5, 8])
+def test_a_vocabulary_continues_and_ignores_padding(vocabulary, cut):
+    ids = torch.tensor([[1, 2, 3, 1, 2, 3, 4, 2, 3], [2, 3, 1, 2, 1, 2, 3, 3, 3]])
+    whole = vocabulary(ids)
+    assert torch.equal(vocabulary(ids[:, cut:], past_BP=ids[:, :cut]), whole[:, cut:])
+    mask = torch.tensor([[False] * 3 + [True] * 9] * 2)
+    padded = torch.cat([ids[:, :3], ids], dim=1)
+    assert torch.equal(vocabulary(padded, mask_BS=mask)[:, 3:], whole)
+
+
+def test_gradient_of_a_vocabulary_is_sparse_and_touches_known_rows(vocabulary):
+    vocabulary(torch.tensor([[1, 2, 3, 9, 9]])).sum().backward()
+    grad = vocabulary.table_RD.grad
+    assert grad.is_sparse
+    assert (grad.to_dense() != 0).any(-1).sum() == 3
+    assert torch.equal(grad.to_dense().sum(), torch.tensor(12.0))
+
+
+def test_a_vocabulary_survives_bf16_and_state_dict(vocabulary):
+    other = NgramEmbedding(4, (3, 2), rows=50, min_count=2)
+    other.load_state_dict(vocabulary.state_dict())
+    ids = torch.tensor([[1, 2, 3, 1, 2]])
+    assert torch.equal(other(ids), vocabulary(ids))
+    assert vocabulary.to(torch.bfloat16).key_OR.dtype == torch.int64
+
+
+def test_bad_vocabularies_are_refused(vocabulary, layer):
+    with pytest.raises(ValueError, match="min_count"):
+        NgramEmbedding(4, (2,), rows=5, min_count=0)
+    with pytest.raises(ValueError, match="hashed"):
+        layer.fit(torch.tensor([1, 2]))
+    with pytest.raises(ValueError, match=r"\(N,\)"):
+        vocabulary.fit(torch.tensor([[1, 2]]))
+
+
 @pytest.mark.parametrize("orders", [(), (1,), (2, 2), (9,)])
 def test_bad_orders_are_refused(orders):
     with pytest.raises(ValueError, match="orders"):

@@ -64,7 +64,10 @@ def build_model(config: RunConfig, data: TextData) -> MoesaicForCausalLM:
         model_config = MoesaicConfig(
             vocab_size=data.tokenizer.vocab_size, eos_token_id=data.tokenizer.end_id, **arguments
         )
-        return MoesaicForCausalLM(model_config)
+        model = MoesaicForCausalLM(model_config)
+    if model.model.ngram is not None and model.model.ngram.min_count is not None:
+        model.model.ngram.fit(data.train.tokens)
+    return model
 
 
 def _device(name: str) -> torch.device:
