@@ -38,8 +38,8 @@ class MoesaicConfig(PreTrainedConfig):
         qk_norm: normalise queries and keys: True for each head, ``"full"`` for all heads together, False for neither.
         attention_scale: factor on attention scores; 1 / sqrt(head_dim) by default.
         rope_theta: base of rotary positions.
-        ngram: ``{"orders": [2, 3], "rows": R}`` adds hashed n-gram embeddings at the input, with ``"min_count": c`` those
-            of a vocabulary that ``moesaic train`` learns from the text; None for none.
+        ngram: ``{"orders": [2, 3], "rows": R}`` adds hashed n-gram embeddings at the input, with ``"min_count": c``
+            those of a vocabulary that ``moesaic train`` learns from the text; None for none.
         shift: places of the causal depth-wise convolution before attention and feed-forward, 0 for none.
         zero_init_outputs: start every projection into the residual stream, and an untied head, at zero.
         embedding_std: standard deviation of token embeddings.
