@@ -41,14 +41,14 @@ def pages() -> list[Path]:
 
 
 def filled(text: str) -> str:
-    """``text`` with each block replaced by its stored table; a file that is not there leaves its block empty."""
+    """``text`` with each block replaced by its stored table; a file that is not there is named."""
     return BLOCK.sub(_block, text)
 
 
 def _block(match: re.Match[str]) -> str:
     name = match["name"]
     path = ROOT / "results" / "bench" / f"{name}.json"
-    body = ""
+    body = f"*Not measured yet: `python benchmarks/{name}.py`.*\n"
     if path.exists():
         document: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         body = f"{_script(name).table(document['rows'])}\n\n{_footer(document)}\n"
