@@ -19,7 +19,7 @@ HERE = Path(__file__).resolve().parent
 ROUTERS = {
     "top-k": {},
     "dynamic-top-p": {"model.router": "{name: dynamic_top_p, target: 2}"},
-    "principal-subspace": {"model.router": "{name: principal_subspace, top_k: 2, rank: 16}"},
+    "principal-subspace": {"model.router": "{name: principal_subspace, top_k: 2, basis_lr: 0.001}"},
 }
 FLAGS = ["--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-component-update"]
 
