@@ -160,6 +160,15 @@ def test_rows_without_experts_get_exactly_zero_and_padding_costs_nothing():
     assert bank(rows_of(0), Routing(ids_TK[:0], torch.zeros(0, 2), E)).shape == (0, D)
 
 
+def test_nan_in_padding_reaches_no_gradient():
+    layer, x_TD = layer_of(shared=False), rows_of(3)
+    x_TD[1] = torch.nan
+    y, _ = layer(x_TD, Context(token_mask_T=torch.tensor([True, False, True])))
+    assert not y[1].any()
+    y.sum().backward()
+    assert all(torch.isfinite(p.grad).all() for p in layer.parameters())
+
+
 def test_a_replaced_step_is_used():
     class Doubled(LatentExperts):
         def combine(self, outputs_TKO, routing):

@@ -13,8 +13,12 @@ from moesaic.models.parts import ROUTERS
 
 VOCABULARY = 24
 # Values for arguments that parts require; a new part whose argument is not here fails its test by name.
-REQUIRED = {"top_k": 2, "target": 2.0, "p": 0.5}
-SPECIAL: dict[str, dict[str, Any]] = {"expert_choice": {"grouping": "position"}, "latent": {"compression": 2}}
+REQUIRED = {"top_k": 2, "target": 2.0, "p": 0.5, "num_heads": 2}
+SPECIAL: dict[str, dict[str, Any]] = {
+    "expert_choice": {"grouping": "position"},
+    "latent": {"compression": 2},
+    "multi_head": {"streaming": False},
+}
 # Decisions of these depend on the other sequences of the batch.
 BATCH_DEPENDENT = {"expert_choice"}
 

@@ -14,14 +14,17 @@ import torch
 from torch import Tensor
 from torch.optim import AdamW
 
+from moesaic.experts import Experts
 from moesaic.layers import MoE
 from moesaic.models import MoesaicForCausalLM, load
-from moesaic.models.parts import EXPERTS, LOSSES, ROUTERS
+from moesaic.models.parts import BANK_ROUTES, EXPERTS, LOSSES, ROUTERS
 from moesaic.routing import end_step
 from tests.models.small import VOCABULARY, example, small_model, tokens
 
 STEPS, BATCH, LENGTH = 20, 8, 12
+ROUTE_THEMSELVES = [name for name, bank in EXPERTS.items() if bank.route is not Experts.route]
 COMBINATIONS = list(itertools.product(ROUTERS, EXPERTS, (False, True)))
+COMBINATIONS += itertools.product([BANK_ROUTES], ROUTE_THEMSELVES, (False, True))
 
 
 def counting(seed: int) -> Tensor:
@@ -69,7 +72,8 @@ def expert_weights(model: MoesaicForCausalLM) -> list[list[Tensor]]:
 @pytest.mark.case("C16")
 @pytest.mark.parametrize(("router", "experts", "shared"), COMBINATIONS)
 def test_trains_saves_loads_and_resumes(router: str, experts: str, shared: bool, tmp_path: Path):
-    model = small_model(router, experts=example(EXPERTS, experts), shared={"width": 8} if shared else None)
+    spec: str | dict[str, str] = {"name": BANK_ROUTES} if router == BANK_ROUTES else router
+    model = small_model(spec, experts=example(EXPERTS, experts), shared={"width": 8} if shared else None)
     optimizer = optimizer_of(model)
     start = expert_weights(model)
     losses, load_LE = train(model, optimizer, 0, STEPS)

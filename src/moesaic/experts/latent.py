@@ -116,7 +116,7 @@ class LatentExperts(Experts):
             and kind.outputs is LatentExperts.outputs
             and kind.combine is Experts.combine
         ):
-            return self.leave(self.bank(self.enter(x_TD), routing, context))
+            return self.leave(self.bank(self.enter(blank_padding(x_TD, context)), routing, context))
         return self.combine(self.outputs(x_TD, routing, context), routing)
 
     def enter(self, x_TD: Tensor) -> Tensor:
@@ -138,7 +138,7 @@ class LatentExperts(Experts):
 
     def outputs(self, x_TD: Tensor, routing: Routing, context: Context) -> Tensor:
         """Unweighted expert outputs slot by slot, (T, K, o)."""
-        return self.leave(self.bank.outputs(self.enter(x_TD), routing, context))
+        return self.leave(self.bank.outputs(self.enter(blank_padding(x_TD, context)), routing, context))
 
     def weights(self, ids: Sequence[int] | None = None) -> dict[str, Tensor]:
         """Weights of the experts ``ids`` in the latent space, as :meth:`FFNExperts.weights` gives them."""
@@ -160,6 +160,12 @@ class _LatentBank(FFNExperts):
             name: ParameterSpec(tuple(rename.get(axis, axis) for axis in spec.axes), spec.role)
             for name, spec in super().parameter_axes.items()
         }
+
+
+def blank_padding(x_TD: Tensor, context: Context) -> Tensor:
+    """Rows with padding set to zero: a projection of every row would carry its NaN into a shared gradient."""
+    mask_T = context.token_mask_T
+    return x_TD if mask_T is None else x_TD.masked_fill(~mask_T[:, None], 0.0)
 
 
 def latent_width(dim: int, latent_size: int | None, compression: int | None) -> int:

@@ -119,7 +119,7 @@ class MoE(nn.Module):
 
     def _chooser(self, decision: Routing, context: Context) -> Callable[[Tensor | None, Tensor | None], Routing]:
         def choose(ids_TK: Tensor | None, allowed_TE: Tensor | None) -> Routing:
-            router = self.router
+            router = self.router if self.router is not None else getattr(self.experts, "router", None)
             if router is not None and router.per_group:
                 raise ValueError(f"{type(router).__name__} decides per group: override it with a Routing of your own")
             if router is None or decision.logits_TE is None or type(router).weigh is Router.weigh:

@@ -16,8 +16,8 @@ from moesaic.layers.norm import Norm
 from moesaic.layers.shift import CausalShift
 from moesaic.models.configuration import MoesaicConfig
 from moesaic.models.history import History
-from moesaic.models.parts import EXPERTS, LOSSES, ROUTERS, SHARED, build
-from moesaic.routing import Context, Routing
+from moesaic.models.parts import BANK_ROUTES, EXPERTS, LOSSES, ROUTERS, SHARED, build
+from moesaic.routing import Context, Router, Routing
 
 # Mark on a Linear whose weights start at zero.
 STARTS_AT_ZERO = "starts_at_zero"
@@ -102,12 +102,15 @@ def build_moe(config: MoesaicConfig, index: int) -> MoE:
     """
     assert config.router is not None and config.experts is not None and config.losses is not None
     given = {"dim": config.hidden_size, "num_experts": config.num_experts}
-    router = build(ROUTERS, "router", config.router, **given)
-    router.check_causal()
-    router.layer_name = f"model.layers.{index}.mlp"
-    router.layer_index = index
+    bank_routes = config.router.get("name") == BANK_ROUTES
+    router = None if bank_routes else build(ROUTERS, "router", config.router, **given)
     zero = {"zero_down": config.zero_init_outputs, "activation": config.activation}
     bank = build(EXPERTS, "experts", config.experts, **given, width=config.expert_width, **zero)
+    for part in (router, *bank.modules()):
+        if isinstance(part, Router):
+            part.check_causal()
+            part.layer_name = f"model.layers.{index}.mlp"
+            part.layer_index = index
     shared = None
     if config.shared is not None:
         spec = {"name": "ffn", **config.shared}

@@ -151,7 +151,7 @@ def select_layers(model: nn.Module, layers: Sequence[int | str | MoELayer] | Non
 
 def _handle(name: str, index: int, part: MoE | Shell) -> MoELayer:
     if isinstance(part, MoE):
-        top_k = getattr(part.router, "top_k", None)
+        top_k = getattr(part.experts if part.router is None else part.router, "top_k", None)
         return MoELayer(name, index, part.experts.num_experts, top_k, _own_rule(part), part.router, part.experts, part)
     found = part.found
     if found.rule is not None:
@@ -170,8 +170,8 @@ def _description(shell: Shell) -> str:
 
 
 def _own_rule(layer: MoE) -> WeightRule:
-    router = layer.router
-    if router is None:
+    router = layer.router if layer.router is not None else getattr(layer.experts, "router", None)
+    if not isinstance(router, Router):
         who = type(layer.experts).__name__
         return WeightRule(f"{who} routes itself", None, f"{who} has no router that could weigh another choice")
 

@@ -8,12 +8,13 @@ from typing import Any
 
 from torch import nn
 
-from moesaic.experts import Experts, FFNExperts, LatentExperts, SharedExpert
+from moesaic.experts import Experts, FFNExperts, LatentExperts, MultiHeadLatentExperts, SharedExpert
 from moesaic.losses import BalanceLoss, EntropyLoss, ImportanceLoss, RoutingLoss, ZLoss
 from moesaic.routing import (
     CosineRouter,
     DynamicTopPRouter,
     ExpertChoiceRouter,
+    MultiHeadRouter,
     PrincipalSubspaceRouter,
     ReLURouter,
     Router,
@@ -29,9 +30,16 @@ ROUTERS: dict[str, type[Router]] = {
     "principal_subspace": PrincipalSubspaceRouter,
     "dynamic_top_p": DynamicTopPRouter,
     "top_p": TopPRouter,
+    "multi_head": MultiHeadRouter,
 }
-EXPERTS: dict[str, type[Experts]] = {"ffn": FFNExperts, "latent": LatentExperts}
+EXPERTS: dict[str, type[Experts]] = {
+    "ffn": FFNExperts,
+    "latent": LatentExperts,
+    "multi_head_latent": MultiHeadLatentExperts,
+}
 SHARED: dict[str, type[nn.Module]] = {"ffn": SharedExpert}
+# As a router: the bank routes itself.
+BANK_ROUTES = "bank"
 LOSSES: dict[str, type[RoutingLoss]] = {
     "balance": BalanceLoss,
     "importance": ImportanceLoss,

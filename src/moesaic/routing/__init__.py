@@ -12,6 +12,7 @@ from moesaic.routing.dynamic_top_p import (
     top_p_select,
 )
 from moesaic.routing.expert_choice import ExpertChoiceRouter
+from moesaic.routing.multi_head import MultiHeadRouter
 from moesaic.routing.parameters import ParameterSpec, parameter_specs
 from moesaic.routing.principal_subspace import PrincipalSubspaceRouter, test_time_adaptation
 from moesaic.routing.relu import L1Controller, ReLURouter
@@ -19,6 +20,7 @@ from moesaic.routing.router import Router
 from moesaic.routing.routing import Routing, gather_slots
 from moesaic.routing.selection import TopKSelection
 from moesaic.routing.state import StepCounter, StepState, end_step
+from moesaic.routing.streaming import streaming_top_k
 from moesaic.routing.subspace import GHASubspace
 from moesaic.routing.threshold_controller import PIThresholdController
 from moesaic.routing.top_k import TopKRouter
@@ -31,6 +33,7 @@ __all__ = [
     "ExpertChoiceRouter",
     "GHASubspace",
     "L1Controller",
+    "MultiHeadRouter",
     "PIThresholdController",
     "ParameterSpec",
     "PrincipalSubspaceRouter",
@@ -48,6 +51,7 @@ __all__ = [
     "normalize_router_logits",
     "parameter_specs",
     "share_controllers",
+    "streaming_top_k",
     "test_time_adaptation",
     "top_p_select",
 ]
