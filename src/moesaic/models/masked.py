@@ -23,7 +23,7 @@ def padded(model: nn.Module) -> Iterator[None]:
     """Every layer padded to the largest count of experts, for the duration of the block.
 
     A padding expert has zero weights and a bias of -1e9 where the router has one bias an expert: in a softmax its
-    probability is exactly 0, and a bias for choosing only keeps it out of the choice.
+    probability is exactly 0, and a bias for choosing only, beside sigmoid scores, keeps it out of the choice.
 
     Args:
         model: changed inside the block, restored after it.
@@ -73,8 +73,8 @@ def _check(layer: MoELayer) -> None:
     rule = layer.shell.found.rule
     inside = any(_is_bias(item) and item.name.endswith(".bias") for item in expert_tensors(layer))  # of the logits
     chosen = rule is not None and rule.selection is not None and rule.selection.bias is not None
-    # A bias for choosing only leaves the padding in the softmax, which a renormalisation takes out again.
-    fits = inside or (chosen and rule is not None and (rule.score != "softmax" or rule.renormalise))
+    # A bias for choosing only leaves the padding in the softmax: scores shrink and biases do not, so others are chosen.
+    fits = inside or (chosen and rule is not None and rule.score != "softmax")
     if limit is not None or not fits:
         why = "chooses inside groups" if limit is not None else "has no bias that keeps an expert out of its scores"
         raise ValueError(
