@@ -16,6 +16,7 @@ VOCABULARY = 24
 REQUIRED = {"top_k": 2, "target": 2.0, "p": 0.5, "num_heads": 2}
 SPECIAL: dict[str, dict[str, Any]] = {
     "expert_choice": {"grouping": "position"},
+    "pair_choice": {"grouping": "causal"},
     "latent": {"compression": 2},
     "multi_head": {"streaming": False},
 }

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from moesaic.models.configuration import MoesaicConfig
     from moesaic.models.exporting import Exported, export
+    from moesaic.models.fast import FastExperts, use_fast_experts
     from moesaic.models.handle import MoELayer, moe_layers
     from moesaic.models.loading import load
     from moesaic.models.modeling import MoesaicForCausalLM, MoesaicModel, MoesaicOutput
@@ -26,9 +27,11 @@ if TYPE_CHECKING:
         reorder_experts,
     )
     from moesaic.models.surgery_optimizer import remap_optimizer
+    from moesaic.models.swap import swap_routing
 
 _HOME = {
     "Exported": "exporting",
+    "FastExperts": "fast",
     "MoELayer": "handle",
     "MoesaicConfig": "configuration",
     "MoesaicForCausalLM": "modeling",
@@ -48,10 +51,12 @@ _HOME = {
     "remap_optimizer": "surgery_optimizer",
     "reorder_experts": "surgery",
     "save": "saving",
+    "swap_routing": "swap",
 }
 
 __all__ = [
     "Exported",
+    "FastExperts",
     "MoELayer",
     "MoesaicConfig",
     "MoesaicForCausalLM",
@@ -71,6 +76,7 @@ __all__ = [
     "remap_optimizer",
     "reorder_experts",
     "save",
+    "swap_routing",
 ]
 
 

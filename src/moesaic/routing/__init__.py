@@ -13,6 +13,9 @@ from moesaic.routing.dynamic_top_p import (
 )
 from moesaic.routing.expert_choice import ExpertChoiceRouter
 from moesaic.routing.multi_head import MultiHeadRouter
+from moesaic.routing.pair_choice import PairChoiceRouter
+from moesaic.routing.pair_choice_program import routing_program, routing_program_by_solver
+from moesaic.routing.pair_choice_scores import unified_score
 from moesaic.routing.parameters import ParameterSpec, parameter_specs
 from moesaic.routing.principal_subspace import PrincipalSubspaceRouter, test_time_adaptation
 from moesaic.routing.relu import L1Controller, ReLURouter
@@ -35,6 +38,7 @@ __all__ = [
     "L1Controller",
     "MultiHeadRouter",
     "PIThresholdController",
+    "PairChoiceRouter",
     "ParameterSpec",
     "PrincipalSubspaceRouter",
     "ReLURouter",
@@ -50,8 +54,11 @@ __all__ = [
     "gather_slots",
     "normalize_router_logits",
     "parameter_specs",
+    "routing_program",
+    "routing_program_by_solver",
     "share_controllers",
     "streaming_top_k",
     "test_time_adaptation",
     "top_p_select",
+    "unified_score",
 ]

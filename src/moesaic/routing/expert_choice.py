@@ -106,7 +106,7 @@ class ExpertChoiceRouter(Router):
         eligible_TE = torch.ones_like(scores_TE, dtype=torch.bool) if allowed_TE is None else allowed_TE
         if context.token_mask_T is not None:
             eligible_TE = eligible_TE & context.token_mask_T[:, None]
-        group_T, num_groups = self._groups(context, logits_TE)
+        group_T, num_groups = decision_groups(context, self.grouping, logits_TE)
         rank_TE = rank_in_group(scores_TE.masked_fill(~eligible_TE, -torch.inf), group_T, num_groups)
         capacity_T = self._capacity(context, group_T, num_groups)[group_T]
         return ids_of_mask((rank_TE < capacity_T[:, None]) & eligible_TE)
@@ -121,23 +121,41 @@ class ExpertChoiceRouter(Router):
         unrouted = (routing.real_T & (routing.active_T == 0)).sum()
         return routing.replace(extras={**routing.extras, "unrouted_rows": unrouted})
 
-    def _groups(self, context: Context, logits_TE: Tensor) -> tuple[Tensor, int]:
-        field = {"sequence": context.group_T, "position": context.position_T, "batch": None}[self.grouping]
-        if field is None:
-            return torch.zeros(logits_TE.shape[0], dtype=torch.int64, device=logits_TE.device), 1
-        names, group_T = torch.unique(field, return_inverse=True)
-        return group_T, int(names.numel())
-
     def _capacity(self, context: Context, group_T: Tensor, num_groups: int) -> Tensor:
         """(groups,) rows that each expert takes: ceil(c n / E) of the n real ones."""
-        real_T = torch.ones_like(group_T) if context.token_mask_T is None else context.token_mask_T.to(torch.int64)
-        rows_G = torch.zeros(num_groups, dtype=torch.int64, device=group_T.device).index_add(0, group_T, real_T)
+        rows_G = group_sizes(group_T, num_groups, context.token_mask_T)
         # 1e-9: c n / E that is whole on paper must not be rounded up for its last binary digit.
         return (rows_G.double() * self.experts_per_token / self.num_experts - 1e-9).ceil().to(torch.int64)
 
     def extra_repr(self) -> str:
         """What tells two routers apart in a printed model."""
         return f"{self.dim} -> {self.num_experts}, {self.experts_per_token:g} per token, grouping={self.grouping!r}"
+
+
+def decision_groups(context: Context, grouping: str, like_TE: Tensor) -> tuple[Tensor, int]:
+    """(T,) int64 number of the group of rows that each row is compared with, and how many groups there are.
+
+    Args:
+        context: holds the fields that groupings read.
+        grouping: ``"sequence"`` (or ``"causal"``: all rows together without ``context.group_T``), ``"position"``,
+            ``"token"`` (each row alone) or ``"batch"`` (all together).
+        like_TE: says how many rows there are, and where.
+    """
+    rows, device = like_TE.shape[0], like_TE.device
+    if grouping == "token":
+        return torch.arange(rows, device=device), rows
+    fields = {"sequence": context.group_T, "causal": context.group_T, "position": context.position_T}
+    field = fields.get(grouping)
+    if field is None:
+        return torch.zeros(rows, dtype=torch.int64, device=device), 1
+    names, group_T = torch.unique(field, return_inverse=True)
+    return group_T, int(names.numel())
+
+
+def group_sizes(group_T: Tensor, num_groups: int, token_mask_T: Tensor | None) -> Tensor:
+    """(groups,) int64 number of real rows in each group."""
+    real_T = torch.ones_like(group_T) if token_mask_T is None else token_mask_T.to(torch.int64)
+    return torch.zeros(num_groups, dtype=torch.int64, device=group_T.device).index_add(0, group_T, real_T)
 
 
 def rank_in_group(scores_TE: Tensor, group_T: Tensor, num_groups: int) -> Tensor:
