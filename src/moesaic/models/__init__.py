@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from moesaic.models.configuration import MoesaicConfig
     from moesaic.models.exporting import Exported, export
-    from moesaic.models.fast import FastExperts, use_fast_experts
     from moesaic.models.handle import MoELayer, moe_layers
     from moesaic.models.loading import load
     from moesaic.models.modeling import MoesaicForCausalLM, MoesaicModel, MoesaicOutput
@@ -31,7 +30,6 @@ if TYPE_CHECKING:
 
 _HOME = {
     "Exported": "exporting",
-    "FastExperts": "fast",
     "MoELayer": "handle",
     "MoesaicConfig": "configuration",
     "MoesaicForCausalLM": "modeling",
