@@ -54,7 +54,6 @@ _HOME = {
 
 __all__ = [
     "Exported",
-    "FastExperts",
     "MoELayer",
     "MoesaicConfig",
     "MoesaicForCausalLM",
