@@ -32,6 +32,7 @@ if TYPE_CHECKING:
         remap_optimizer,
         reorder_experts,
         save,
+        use_fast_experts,
     )
     from moesaic.routing import (
         Context,
@@ -92,6 +93,7 @@ _HOME = {
     "reorder_experts": "models",
     "save": "models",
     "test_time_adaptation": "routing",
+    "use_fast_experts": "models",
 }
 
 __all__ = [
@@ -136,6 +138,7 @@ __all__ = [
     "reorder_experts",
     "save",
     "test_time_adaptation",
+    "use_fast_experts",
 ]
 
 register_when_loaded()

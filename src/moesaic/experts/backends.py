@@ -40,7 +40,7 @@ def backend(name: str) -> Iterator[None]:
         _forced.reset(token)
 
 
-def chosen_backend(x_TD: Tensor, routing: Routing) -> str:
+def chosen_backend(x_TD: Tensor, routing: Routing | None = None) -> str:
     """Name of the backend for these rows."""
     if torch.compiler.is_compiling():
         return "reference"

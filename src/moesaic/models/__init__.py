@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from moesaic.models.configuration import MoesaicConfig
     from moesaic.models.exporting import Exported, export
+    from moesaic.models.fast import FastExperts, use_fast_experts
     from moesaic.models.handle import MoELayer, moe_layers
     from moesaic.models.loading import load
     from moesaic.models.modeling import MoesaicForCausalLM, MoesaicModel, MoesaicOutput
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 
 _HOME = {
     "Exported": "exporting",
+    "FastExperts": "fast",
     "MoELayer": "handle",
     "MoesaicConfig": "configuration",
     "MoesaicForCausalLM": "modeling",
@@ -50,10 +52,12 @@ _HOME = {
     "reorder_experts": "surgery",
     "save": "saving",
     "swap_routing": "swap",
+    "use_fast_experts": "fast",
 }
 
 __all__ = [
     "Exported",
+    "FastExperts",
     "MoELayer",
     "MoesaicConfig",
     "MoesaicForCausalLM",
@@ -74,6 +78,7 @@ __all__ = [
     "reorder_experts",
     "save",
     "swap_routing",
+    "use_fast_experts",
 ]
 
 

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
+from moesaic.experts.fused import LOW_PRECISION, Parameters
 from moesaic.routing import Context, Routing
+from moesaic.routing.dispatch import Dispatch
 
 
 class ForeignExperts:
@@ -17,17 +22,26 @@ class ForeignExperts:
         module: the module with ``gate_up_proj`` (or ``up_proj``) and ``down_proj`` of three axes.
         name: its path in the model, for messages.
 
+    Attributes:
+        is_block: whether the module is the whole layer, its router included.
+        joint: whether gate and up lie in one tensor.
+
     Raises:
         ValueError: parameters whose shapes do not say one layout.
     """
+
+    is_block = False
+    joint = True
 
     def __init__(self, module: nn.Module, name: str) -> None:
         self.module = module
         self.name = name
         self.has_gate = bool(getattr(module, "has_gate", hasattr(module, "gate_up_proj")))
-        self.transposed = bool(getattr(module, "is_transposed", False))
         self.concatenated = bool(getattr(module, "is_concatenated", True))
         first, down = self._first, self._parameter("down_proj")
+        # Banks outside transformers' interface do not say: only one of the two layouts fits.
+        turned = first.shape[2] == (2 if self.has_gate else 1) * down.shape[1] and first.shape[1] == down.shape[2]
+        self.transposed = bool(getattr(module, "is_transposed", turned and self.has_gate))
         self.num_experts = int(down.shape[0])
         self.width = int(down.shape[1 if self.transposed else 2])
         self.out_dim = int(down.shape[2 if self.transposed else 1])
@@ -74,16 +88,61 @@ class ForeignExperts:
             ValueError: a name that this bank has not, or another shape.
             IndexError: an id outside 0..E-1.
         """
-        views = self._views()
+        rows = self._rows(expert)
         for name, value in values.items():
-            if name not in views:
-                raise ValueError(f"{self.name} has no {name!r}; it has {sorted(views)}")
-            row = views[name][self._index([expert], views[name])[0]]
+            if name not in rows:
+                raise ValueError(f"{self.name} has no {name!r}; it has {sorted(rows)}")
+            row = rows[name]
             if value.shape != row.shape:
                 raise ValueError(
                     f"{name} of an expert of {self.name} has shape {tuple(row.shape)}, got {tuple(value.shape)}"
                 )
             row.copy_(value)
+
+    def parameters(self) -> Parameters:
+        """The bank's tensors as the fused computation takes them, views with gradient.
+
+        Where gate and up are one tensor they stay one matrix (E, 2F, D), under the name ``up`` and in the order of
+        storage, which :meth:`activate` knows.
+        """
+        first, down = self._first[: self.num_experts], self._parameter("down_proj")
+        if self.transposed:
+            first, down = first.transpose(1, 2), down.transpose(1, 2)
+        biases = [getattr(self.module, name, None) for name in (f"{self._first_name}_bias", "down_proj_bias")]
+        return Parameters(first, down, up_bias_EF=biases[0], down_bias_EO=biases[1])
+
+    def activate(self, first_NH: Tensor) -> Tensor:
+        """What the bank does between its projections: (N, 2F), in the order of storage, or (N, F), to (N, F)."""
+        act: Any = self.activation
+        apply_gate: Any = getattr(self.module, "_apply_gate", None)
+        if not self.has_gate:
+            h_NF: Tensor = act(first_NH)
+        elif apply_gate is not None:
+            h_NF = apply_gate(first_NH)
+        else:
+            parts = self._halves(first_NH, 1)
+            h_NF = act(parts["gate"]) * parts["up"]
+        return h_NF
+
+    @property
+    def activation(self) -> Any:
+        """The module's nonlinearity."""
+        return getattr(self.module, "act_fn", None)
+
+    @property
+    def scales_input(self) -> bool:
+        """Whether the block multiplies the weights into what the bank gets, instead of into what it returns."""
+        return len(inspect.signature(type(self.module).forward).parameters) == 2
+
+    @property
+    def identities(self) -> int:
+        """Experts behind the others that return their input (ids E, E + 1, ...)."""
+        return int(self._first.shape[0]) - self.num_experts
+
+    def _rows(self, expert: int) -> dict[str, Tensor]:
+        """What :meth:`write` writes to."""
+        self._index([expert], self._first)
+        return {name: view[expert] for name, view in self._views().items()}
 
     def _views(self) -> dict[str, Tensor]:
         axis = 2 if self.transposed else 1
@@ -131,6 +190,15 @@ class ForeignExperts:
 
     def __call__(self, x_TD: Tensor, routing: Routing, context: Context | None = None) -> Tensor:
         """The routed sum as the bank itself computes it, (T, O); the block's factor, if any, is part of the weights."""
+        if self.scales_input:
+            x_ND = (x_TD[:, None] * routing.weights_TK[..., None].to(x_TD.dtype)).flatten(0, 1)
+            dispatch = Dispatch.of(routing.expert_ids_TK.reshape(-1, 1), self.num_experts)
+            ones_N1 = x_ND.new_ones((x_ND.shape[0], 1))
+            return (
+                plain_sum(self, self.parameters(), x_ND, ones_N1, dispatch)
+                .view(*x_TD.shape[:1], -1, self.out_dim)
+                .sum(1)
+            )
         ids, weights = fill_empty(routing)
         y_TO: Tensor = self.module(x_TD, ids, weights.to(x_TD.dtype))
         empty_T = (routing.active_T == 0)[:, None]
@@ -155,3 +223,45 @@ def fill_empty(routing: Routing, spare_T: Tensor | None = None) -> tuple[Tensor,
     spare = torch.zeros_like(used_T) if spare_T is None else spare_T
     used_T = torch.where(used_T < routing.num_experts, used_T, spare)
     return torch.where(ids < routing.num_experts, ids, used_T[:, None]), weights
+
+
+def plain_sum(
+    bank: ForeignExperts, parameters: Parameters, x_TD: Tensor, weights_TK: Tensor, dispatch: Dispatch
+) -> Tensor:
+    """Weighted sum of experts by plain differentiable operations, expert by expert, a norm behind each included.
+
+    Args:
+        bank: says what happens between the projections.
+        parameters: what ``bank.parameters()`` gives, perhaps in another dtype.
+        x_TD: (T, D) rows, of the dtype of the parameters.
+        weights_TK: combine weights.
+        dispatch: who goes where.
+
+    Returns:
+        (T, O) in the dtype of ``x_TD``.
+    """
+    sum_dtype = torch.float32 if x_TD.dtype in LOW_PRECISION else x_TD.dtype
+    y_TO = x_TD.new_zeros((x_TD.shape[0], parameters.down_EOF.shape[1]), dtype=sum_dtype)
+    done = []
+    for expert, x in enumerate(x_TD.index_select(0, dispatch.row_N).split_with_sizes(dispatch.counts)):
+        if not len(x):
+            continue
+        up, gate, down = (
+            None if weight is None else (weight[expert], None if bias is None else bias[expert])
+            for weight, bias in (
+                (parameters.up_EFD, parameters.up_bias_EF),
+                (parameters.gate_EFD, parameters.gate_bias_EF),
+                (parameters.down_EOF, parameters.down_bias_EO),
+            )
+        )
+        assert up is not None and down is not None
+        first = F.linear(x, *up) if gate is None else torch.cat([F.linear(x, *gate), F.linear(x, *up)], 1)
+        done.append(F.linear(bank.activate(first).to(x.dtype), *down))
+    if not done:
+        return y_TO.to(x_TD.dtype)
+    y_NO = torch.cat(done)
+    norm: Any = getattr(bank.module, "post_expert_norm", None)
+    if norm is not None:
+        y_NO = norm(y_NO)
+    weights_N = weights_TK.reshape(-1).index_select(0, dispatch.slot_N)
+    return y_TO.index_add(0, dispatch.row_N, (y_NO * weights_N[:, None]).to(sum_dtype)).to(x_TD.dtype)
