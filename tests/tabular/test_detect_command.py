@@ -96,6 +96,56 @@ def test_bad_input_ends_with_2_and_one_line(tables, capsys, monkeypatch, argumen
     assert not (tables / "s.csv").exists()
 
 
+@pytest.mark.parametrize("name", ["new.csv", "normal.csv"])
+def test_what_is_read_is_not_overwritten(tables, capsys, name):
+    before = (tables / name).read_bytes()
+    run(tables / "new.csv", "--context", tables / "normal.csv", "-o", tables / name, code=2)
+    assert "would be overwritten" in capsys.readouterr().err
+    assert (tables / name).read_bytes() == before
+
+
+def test_fields_without_a_name_are_refused_and_shift_nothing(tables, capsys):
+    path = tables / "long.csv"
+    path.write_text("a,b,c\n" + "1,2,3,4\n" * 8)
+    run(path, "-o", tables / "s.csv", code=2)
+    assert "more fields" in capsys.readouterr().err
+    path.write_text(
+        "a,b,c\n" + "".join(f"{i % 3},{i % 2},{90 if i == 4 else 1},\n" for i in range(12))
+    )  # comma at the end
+    run(path, "-o", tables / "s.csv", "--json")
+    first = json.loads(capsys.readouterr().out)["rows"]["rows"][0]
+    assert first["row"] == 5
+    assert next(iter(first["columns"])) == "c"
+
+
+@pytest.mark.parametrize("decimal", [".", ","])
+def test_semicolons_and_decimal_commas(tables, capsys, rng, decimal):
+    frame = pd.DataFrame({"a": rng.normal(size=30), "b": rng.normal(size=30), "kind": ["x, y", "z"] * 15})
+    frame.loc[9, "b"] = 50.5
+    frame.to_csv(tables / "european.csv", sep=";", decimal=decimal, index=False)
+    run(tables / "european.csv", "-o", tables / "s.csv", "--json")
+    first = json.loads(capsys.readouterr().out)["rows"]["rows"][0]
+    assert first["row"] == 10
+    assert next(iter(first["columns"])) == "b"
+
+
+def test_iso_dates_are_dates(tables, capsys, rng):
+    days = pd.date_range("2024-01-01", periods=30, freq="D")
+    frame = pd.DataFrame({"day": days, "b": rng.normal(size=30)})
+    frame.loc[3, "day"] = pd.Timestamp("1950-01-01")
+    frame.to_csv(tables / "dates.csv", index=False)
+    run(tables / "dates.csv", "-o", tables / "s.csv", "--json")
+    first = json.loads(capsys.readouterr().out)["rows"]["rows"][0]
+    assert first["row"] == 4
+    assert next(iter(first["columns"])) == "day"
+
+
+def test_refusals_name_the_file(tables, capsys):
+    (tables / "one.csv").write_text("amount,kind\n5,card\n")
+    run(tables / "new.csv", "--context", tables / "one.csv", "-o", tables / "s.csv", code=2)
+    assert "one.csv" in capsys.readouterr().err
+
+
 def test_drop_leaves_columns_out(tables):
     frame = pd.read_csv(tables / "normal.csv")
     frame.insert(0, "id", [f"n{i}" for i in range(len(frame))])

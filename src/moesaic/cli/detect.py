@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -12,12 +14,11 @@ from moesaic.cli.common import apply_threads_and_seed, emit, stderr_console, std
 if TYPE_CHECKING:
     from moesaic.tabular import Explanation
 
-SUFFIXES = (".csv", ".tsv", ".csv.gz", ".tsv.gz")
-
 
 def detect(
     table: Annotated[
-        Path, typer.Argument(help="Table to judge: .csv or .tsv, also .gz; the first line names columns.")
+        Path,
+        typer.Argument(help="Table to judge: .csv (commas or semicolons) or .tsv, also .gz; line 1 names columns."),
     ],
     output: Annotated[Path, typer.Option("--output", "-o", help="Scores go to this .csv file.")],
     context: Annotated[
@@ -49,6 +50,9 @@ def detect(
     for name, path, suffix in (("--output", output, ".csv"), ("--html", page, ".html")):
         if path.suffix.lower() != suffix or not path.parent.is_dir():
             raise ValueError(f"{name} must be a {suffix} file in a folder that exists, got {path}")
+    for source in (table, context):
+        if source is not None and output.exists() and source.exists() and output.samefile(source):
+            raise ValueError(f"--output is {output}, which is read as well and would be overwritten: name another file")
     frame = _read(table, drop or [])
     normal = frame if context is None else _read(context, drop or [])
     if context is not None:
@@ -57,8 +61,10 @@ def detect(
         "pretrained" if model is None else model, contamination="auto" if contamination is None else contamination
     )
     with stderr_console().status(f"comparing {len(frame):,} rows with {len(normal):,}"):
-        detector.fit(normal)
-        scores = detector.decision_scores_ if context is None else -detector.score_samples(frame)
+        with _naming(context or table):
+            detector.fit(normal)
+        with _naming(table):
+            scores = detector.decision_scores_ if context is None else -detector.score_samples(frame)
     highest = np.argsort(-scores, kind="stable")[:top]
     with stderr_console().status(f"explaining {len(highest)} rows"):
         why = detector.explain(frame.iloc[highest])
@@ -75,18 +81,9 @@ def detect(
 
 
 def _read(path: Path, drop: list[str]) -> Any:
-    try:
-        import pandas as pd
-    except ImportError as error:
-        raise ImportError('moesaic detect needs pandas: pip install "moesaic[tabular]"') from error
-    if not path.name.lower().endswith(SUFFIXES):
-        raise ValueError(f"{path} must end in one of {', '.join(SUFFIXES)}")
-    if not path.is_file():
-        raise FileNotFoundError(f"{path} does not exist")
-    try:
-        frame = pd.read_csv(path, sep="\t" if ".tsv" in path.name.lower() else ",")
-    except (pd.errors.ParserError, pd.errors.EmptyDataError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path} is not a table: {error}") from error
+    from moesaic.tabular.files import read_table
+
+    frame = read_table(path)
     unknown = [name for name in drop if name not in frame.columns]
     if unknown:
         raise ValueError(
@@ -98,6 +95,15 @@ def _read(path: Path, drop: list[str]) -> Any:
             f"{path} has {len(frame)} rows and {len(frame.columns)} columns to compare; give at least 1 of each"
         )
     return frame
+
+
+@contextmanager
+def _naming(path: Path) -> Iterator[None]:
+    """Refusals of a table name its file."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
 
 
 def _same_columns(frame: Any, normal: Any, table: Path, context: Path) -> Any:

@@ -227,7 +227,8 @@ class OneForAllDetector(OutlierMixin, BaseEstimator):  # type: ignore[misc]
             row, column = bad[0]
             name = self._column_names()[self.columns_.sources_[column]]
             raise ValueError(
-                f"X holds {rows_TD[row, column]} in row {row}, column {name!r}; give finite values, or NaN for missing"
+                f"X holds {rows_TD[row, column]} in row {row} (the first is 0), column {name!r}; give finite values,"
+                " or NaN for missing"
             )
         return rows_TD
 
