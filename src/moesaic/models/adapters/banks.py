@@ -1,4 +1,4 @@
-"""Banks of other shapes, told apart by what they hold: packed rows, projections apart, a module an expert, embeddings."""
+"""Banks of other shapes, told apart by what they hold: packed rows, projections apart, a module an expert."""
 
 from __future__ import annotations
 
