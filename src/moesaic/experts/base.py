@@ -41,6 +41,18 @@ class Experts(nn.Module):
         self.num_experts = num_experts
         self.out_dim = out_dim
 
+    def refuse_other_dtype(self, x: Tensor, weight: Tensor) -> None:
+        """Refuse rows of another dtype than the weights that they meet outside autocast.
+
+        Raises:
+            ValueError: naming both.
+        """
+        if x.dtype != weight.dtype:
+            raise ValueError(
+                f"{type(self).__name__}: x is {x.dtype}, the experts are {weight.dtype}: cast one of them,"
+                " or open torch.autocast"
+            )
+
     def rows(self, x_ND: Tensor, counts: Sequence[int], context: Context) -> Tensor:
         """What rows sorted by expert go through.
 

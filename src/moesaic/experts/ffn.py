@@ -183,11 +183,7 @@ class FFNExperts(Experts):
         if torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64:
             dtype = torch.get_autocast_dtype(x.device.type)
             return parameters.to(dtype), x.to(dtype)
-        if x.dtype != self.up_EFD.dtype:
-            raise ValueError(
-                f"{type(self).__name__}: x is {x.dtype}, the experts are {self.up_EFD.dtype}: cast one of them,"
-                " or open torch.autocast"
-            )
+        self.refuse_other_dtype(x, self.up_EFD)
         return parameters, x
 
     def _steps_replaced(self) -> bool:

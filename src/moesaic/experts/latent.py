@@ -121,11 +121,8 @@ class LatentExperts(Experts):
 
     def enter(self, x_TD: Tensor) -> Tensor:
         """z = W_down x: (T, d) -> (T, l)."""
-        if x_TD.dtype != self.down_ZD.dtype and not torch.is_autocast_enabled(x_TD.device.type):
-            raise ValueError(
-                f"{type(self).__name__}: x is {x_TD.dtype}, the experts are {self.down_ZD.dtype}: cast one of them,"
-                " or open torch.autocast"
-            )
+        if not torch.is_autocast_enabled(x_TD.device.type):
+            self.refuse_other_dtype(x_TD, self.down_ZD)
         return F.linear(x_TD, self.down_ZD)
 
     def leave(self, z_TZ: Tensor) -> Tensor:
@@ -149,17 +146,23 @@ class LatentExperts(Experts):
         return f"{self.dim} -> {self.latent_size} -> {self.out_dim}"
 
 
-class _LatentBank(FFNExperts):
-    """The experts between the projections: their rows have the axis ``latent``, not ``model``."""
+class InnerBank(FFNExperts):
+    """Experts between projections: their rows have the axis ``row_axis``, not ``model``."""
+
+    row_axis: ClassVar[str]
 
     @property
     def parameter_axes(self) -> Mapping[str, ParameterSpec]:
         """Axes and role of each parameter."""
-        rename = {"model": "latent", "out": "latent"}
+        rename = {"model": self.row_axis, "out": self.row_axis}
         return {
             name: ParameterSpec(tuple(rename.get(axis, axis) for axis in spec.axes), spec.role)
             for name, spec in super().parameter_axes.items()
         }
+
+
+class _LatentBank(InnerBank):
+    row_axis = "latent"
 
 
 def blank_padding(x_TD: Tensor, context: Context) -> Tensor:

@@ -14,9 +14,8 @@ from torch.nn import functional as F
 
 from moesaic.experts.activations import Activation
 from moesaic.experts.base import Experts
-from moesaic.experts.ffn import FFNExperts
 from moesaic.experts.ffn_attention import spans_as_attention
-from moesaic.experts.latent import blank_padding
+from moesaic.experts.latent import InnerBank, blank_padding
 from moesaic.experts.packing import BLOCK_ROWS, pack_tokens
 from moesaic.routing import Context, MultiHeadRouter, ParameterSpec, Routing
 
@@ -156,11 +155,8 @@ class MultiHeadLatentExperts(Experts):
 
     def split(self, x_TD: Tensor) -> Tensor:
         """Sub-tokens: (T, D) -> (T, H, C)."""
-        if x_TD.dtype != self.split_HCD.dtype and not torch.is_autocast_enabled(x_TD.device.type):
-            raise ValueError(
-                f"{type(self).__name__}: x is {x_TD.dtype}, the experts are {self.split_HCD.dtype}: cast one of them,"
-                " or open torch.autocast"
-            )
+        if not torch.is_autocast_enabled(x_TD.device.type):
+            self.refuse_other_dtype(x_TD, self.split_HCD)
         return _project(x_TD, self.split_HCD)
 
     def heads(self, u_THC: Tensor, routing: Routing) -> Tensor:
@@ -224,17 +220,8 @@ class MultiHeadLatentExperts(Experts):
         return f"{self.dim} -> {self.num_heads} heads of {self.head_size}, backend={self.backend!r}"
 
 
-class _HeadBank(FFNExperts):
-    """The experts on sub-tokens: their rows have the axis ``channel``, not ``model``."""
-
-    @property
-    def parameter_axes(self) -> Mapping[str, ParameterSpec]:
-        """Axes and role of each parameter."""
-        rename = {"model": "channel", "out": "channel"}
-        return {
-            name: ParameterSpec(tuple(rename.get(axis, axis) for axis in spec.axes), spec.role)
-            for name, spec in super().parameter_axes.items()
-        }
+class _HeadBank(InnerBank):
+    row_axis = "channel"
 
 
 @dataclasses.dataclass(eq=False)

@@ -34,8 +34,7 @@ class NgramEmbedding(nn.Module):
     it had none; their gradients are sparse: a step costs the rows it touched, not R.
 
     With ``min_count`` the tables hold a vocabulary instead, learned by :meth:`fit`: the R most frequent n-grams of a
-    text that occur at least so often. An n-gram outside it adds nothing. On a text unlike the training text this is
-    much better than hashing, where an unseen n-gram reads the row of another one.
+    text that occur at least so often. An n-gram outside it adds nothing, where hashing reads the row of another one.
 
     Args:
         dim: D.

@@ -5,14 +5,14 @@ from __future__ import annotations
 import inspect
 import logging
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from moesaic.models.adapters.weights import ForeignExperts
-from moesaic.models.fast_forward import fast_dense_forward, fast_experts_forward
+from moesaic.models.fast_forward import fast_experts_forward
 from moesaic.models.handle import MoELayer, moe_layers
 
 NAME = "moesaic"  # under which transformers' experts interface knows ours
@@ -40,7 +40,7 @@ class FastExperts:
             if config._experts_implementation_internal == NAME:
                 config._experts_implementation_internal = before
         for module in self._modules:
-            if getattr(vars(module).get("forward"), "__func__", None) in (fast_experts_forward, fast_dense_forward):
+            if getattr(vars(module).get("forward"), "__func__", None) is fast_experts_forward:
                 del module.forward
         self._configs.clear()
         self._modules.clear()
@@ -136,9 +136,6 @@ def _replace(bank: ForeignExperts, done: FastExperts) -> str:
     module = bank.module
     if "forward" in vars(module) or hasattr(module, "_hf_hook"):
         return "its forward has been replaced already (by an offloader or another library)"
-    if bank.is_block:
-        return "router and experts are one module whose forward cannot be replaced in part"
-    fast: Callable[..., Tensor] = fast_dense_forward if bank.scales_input else fast_experts_forward
     first = next(module.parameters())
     if first.is_meta:
         return "its weights are not in memory (meta device), so the replacement cannot be checked"
@@ -147,22 +144,18 @@ def _replace(bank: ForeignExperts, done: FastExperts) -> str:
     x_TD = torch.randn((4, bank.dim), generator=generator).to(first)
     ids_TK = torch.rand((4, choices), generator=generator).argsort(1)[:, : min(2, choices)].to(first.device)
     weights_TK = torch.rand(ids_TK.shape, generator=generator).to(first) + 0.5
-    given: tuple[Tensor, ...] = (x_TD, ids_TK, weights_TK)
-    if fast is fast_dense_forward:
-        mask_TE = torch.zeros((4, choices)).to(first).scatter(1, ids_TK, weights_TK)
-        given = ((x_TD * mask_TE.t()[..., None]).flatten(0, 1),)
     try:
-        want: Tensor = module(*given)
+        want: Tensor = module(x_TD, ids_TK, weights_TK)
     except (RuntimeError, TypeError, ValueError, IndexError) as error:
         return f"its forward does not take (x, ids, weights) ({type(error).__name__}: {error})"
     try:
-        got = fast(module, *given)
+        got = fast_experts_forward(module, x_TD, ids_TK, weights_TK)
     except (RuntimeError, TypeError, ValueError, AttributeError) as error:
         return f"its structure could not be computed ({type(error).__name__}: {error})"
     tolerance = 1e-4 if first.dtype in (torch.float32, torch.float64) else 3e-2
     if got.numel() != want.numel() or not torch.allclose(got.flatten(), want.flatten(), tolerance, tolerance):
         return "its forward computes something else than the experts that its weights describe"
-    module.forward = types.MethodType(fast, module)
+    module.forward = types.MethodType(fast_experts_forward, module)
     done._modules.append(module)
     return ""
 

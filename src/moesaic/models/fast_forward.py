@@ -8,10 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from moesaic.experts.activations import Activation, activation_of
+from moesaic.experts.activations import Activation
 from moesaic.experts.backends import chosen_backend
 from moesaic.experts.fused import Parameters, fused_ffn
-from moesaic.models.adapters.banks import bank_of
 from moesaic.models.adapters.weights import ForeignExperts, plain_sum
 from moesaic.routing.dispatch import Dispatch
 
@@ -35,7 +34,7 @@ def fast_experts_forward(module: nn.Module, x: Tensor, ids_TK: Tensor, weights_T
     """
     if torch.compiler.is_compiling():
         return _compiled(module, x, ids_TK, weights_TK)
-    bank = bank_of(module, type(module).__name__)
+    bank = ForeignExperts(module, type(module).__name__)
     x_TD = x.reshape(-1, x.shape[-1])
     parameters, x_TD = _compute_dtype(bank.parameters(), x_TD)
     experts = bank.num_experts
@@ -48,22 +47,6 @@ def fast_experts_forward(module: nn.Module, x: Tensor, ids_TK: Tensor, weights_T
         chosen_TK = (ids_TK >= experts) & (ids_TK < experts + bank.identities)
         y_TO = y_TO + x_TD * (weights_TK * chosen_TK).sum(1, keepdim=True).to(x_TD.dtype)
     return y_TO.to(x.dtype).reshape(*x.shape[:-1], -1)
-
-
-def fast_dense_forward(module: nn.Module, x: Tensor) -> Tensor:
-    """A bank that is handed (E * T, D): for each expert all rows, scaled by their weights, zero where not chosen.
-
-    An expert without biases maps zero to zero, with no gradient, so rows of zeros are left out.
-    """
-    bank = bank_of(module, type(module).__name__)
-    x_ND = x.reshape(-1, bank.dim)
-    if torch.compiler.is_compiling():
-        y: Tensor = type(module).forward(module, x)
-        return y
-    rows = x_ND.shape[0] // bank.num_experts
-    expert_N = torch.arange(bank.num_experts, device=x.device).repeat_interleave(rows)
-    ids_N1 = torch.where((x_ND != 0).any(1), expert_N, bank.num_experts)[:, None]
-    return fast_experts_forward(module, x_ND, ids_N1, x_ND.new_ones(ids_N1.shape))
 
 
 def _compiled(module: nn.Module, x: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
@@ -94,7 +77,7 @@ def _activation(bank: ForeignExperts) -> Activation:
     plain_gate = own_gate is None or own_gate.__module__ == "transformers.integrations.moe"
     silu = type(bank.activation).__name__ in ("SiLU", "SiLUActivation")
     if plain_gate and silu and bank.has_gate and bank.concatenated:
-        return _JOINT_SWIGLU if bank.joint else activation_of("swiglu")
+        return _JOINT_SWIGLU
     return _BankActivation(bank)
 
 
@@ -125,20 +108,17 @@ class _BankActivation(Activation):
     """Whatever the bank does between its projections, differentiated by autograd, block by block."""
 
     name = "bank"
+    gated = False
 
     def __init__(self, bank: ForeignExperts) -> None:
         self.bank = bank
-        self.gated = not bank.joint
 
     def value(self, up: Tensor, gate: Tensor | None) -> tuple[Tensor, Tensor]:
-        return self._apply(up, gate).to(up.dtype), up
+        return self.bank.activate(up).to(up.dtype), up
 
-    def gradient(self, dh: Tensor, up: Tensor, gate: Tensor | None, part: Tensor) -> tuple[Tensor, Tensor | None]:
+    def gradient(self, dh: Tensor, up: Tensor, gate: Tensor | None, part: Tensor) -> tuple[Tensor, None]:
         with torch.enable_grad():
-            inputs = [t.detach().requires_grad_() for t in (up, gate) if t is not None]
-            h = self._apply(inputs[0], inputs[1] if gate is not None else None)
-            found = torch.autograd.grad(h, inputs, dh.to(h.dtype))
-        return found[0], found[1] if gate is not None else None
-
-    def _apply(self, up: Tensor, gate: Tensor | None) -> Tensor:
-        return self.bank.activate(up if gate is None else torch.cat([gate, up], 1))
+            up = up.detach().requires_grad_()
+            h = self.bank.activate(up)
+            (found,) = torch.autograd.grad(h, [up], dh.to(h.dtype))
+        return found, None

@@ -13,7 +13,7 @@ from moesaic.routing.context import Context
 from moesaic.routing.parameters import ParameterSpec
 from moesaic.routing.router import Router, top_k_lower_index
 from moesaic.routing.routing import Routing, gather_slots
-from moesaic.routing.selection import SCORES
+from moesaic.routing.selection import SCORES, loss_free_move
 from moesaic.routing.state import StepCounter
 from moesaic.routing.streaming import TILE_EXPERTS, streaming_top_k
 
@@ -190,9 +190,7 @@ class MultiHeadRouter(Router):
         """Move the selection bias of each head by its loads of the step."""
         if self.has_bias and self.bias_rate > 0:
             load_HE = self._load.drain(self.selection_bias_E.device).view(self.num_heads, self.head_experts)
-            # sign(mean load - load) in integers: exactly 0 at exactly the mean.
-            sign_HE = torch.sign(load_HE.sum(1, keepdim=True) - self.head_experts * load_HE).to(torch.float32)
-            self.selection_bias_E += self.bias_rate * (sign_HE - sign_HE.mean(1, keepdim=True)).flatten()
+            self.selection_bias_E += loss_free_move(load_HE, self.bias_rate).flatten()
 
     def _bias_HE(self) -> Tensor | None:
         return self.selection_bias_E.view(self.num_heads, self.head_experts) if self.has_bias else None

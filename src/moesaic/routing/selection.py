@@ -166,11 +166,7 @@ class TopKSelection(Router):
         """Move the selection bias by the load of the step, and go on to the next noise."""
         if self.has_bias and self.bias_rate > 0:
             load_E = self._load.drain(self.selection_bias_E.device)
-            # sign(mean load - load) in integers: exactly 0 at exactly the mean.
-            move_E = self.bias_rate * torch.sign(load_E.sum() - self.num_experts * load_E).to(
-                self.selection_bias_E.dtype
-            )
-            self.selection_bias_E += move_E - move_E.mean()
+            self.selection_bias_E += loss_free_move(load_E, self.bias_rate)
         if self.noise_std > 0:
             self.noise_step += 1
 
@@ -225,3 +221,19 @@ def keep_best_groups(scores_TE: Tensor, num_groups: int, top_groups: int) -> Ten
     kept = torch.zeros_like(group_scores, dtype=torch.bool)
     kept = kept.scatter(1, top_k_lower_index(group_scores, top_groups), True)
     return grouped.masked_fill(~kept[..., None], -torch.inf).reshape(rows, experts)
+
+
+def loss_free_move(load_GE: Tensor, rate: float) -> Tensor:
+    r"""How loss-free balancing moves selection biases, :math:`u\,(\delta - \bar\delta)`,
+    :math:`\delta = \mathrm{sign}(\bar n - n)` (arXiv:2408.15664).
+
+    Args:
+        load_GE: (..., E) int64 loads n of the experts that compete.
+        rate: u.
+
+    Returns:
+        float32, of the shape of ``load_GE``.
+    """
+    # The sign in integers: exactly 0 at exactly the mean.
+    sign_GE = torch.sign(load_GE.sum(-1, keepdim=True) - load_GE.shape[-1] * load_GE).to(torch.float32)
+    return rate * (sign_GE - sign_GE.mean(-1, keepdim=True))

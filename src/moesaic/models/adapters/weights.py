@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -22,16 +21,9 @@ class ForeignExperts:
         module: the module with ``gate_up_proj`` (or ``up_proj``) and ``down_proj`` of three axes.
         name: its path in the model, for messages.
 
-    Attributes:
-        is_block: whether the module is the whole layer, its router included.
-        joint: whether gate and up lie in one tensor.
-
     Raises:
         ValueError: parameters whose shapes do not say one layout.
     """
-
-    is_block = False
-    joint = True
 
     def __init__(self, module: nn.Module, name: str) -> None:
         self.module = module
@@ -39,9 +31,7 @@ class ForeignExperts:
         self.has_gate = bool(getattr(module, "has_gate", hasattr(module, "gate_up_proj")))
         self.concatenated = bool(getattr(module, "is_concatenated", True))
         first, down = self._first, self._parameter("down_proj")
-        # Banks outside transformers' interface do not say: only one of the two layouts fits.
-        turned = first.shape[2] == (2 if self.has_gate else 1) * down.shape[1] and first.shape[1] == down.shape[2]
-        self.transposed = bool(getattr(module, "is_transposed", turned and self.has_gate))
+        self.transposed = bool(getattr(module, "is_transposed", False))
         self.num_experts = int(down.shape[0])
         self.width = int(down.shape[1 if self.transposed else 2])
         self.out_dim = int(down.shape[2 if self.transposed else 1])
@@ -130,11 +120,6 @@ class ForeignExperts:
         return getattr(self.module, "act_fn", None)
 
     @property
-    def scales_input(self) -> bool:
-        """Whether the block multiplies the weights into what the bank gets, instead of into what it returns."""
-        return len(inspect.signature(type(self.module).forward).parameters) == 2
-
-    @property
     def identities(self) -> int:
         """Experts behind the others that return their input (ids E, E + 1, ...)."""
         return int(self._first.shape[0]) - self.num_experts
@@ -190,15 +175,6 @@ class ForeignExperts:
 
     def __call__(self, x_TD: Tensor, routing: Routing, context: Context | None = None) -> Tensor:
         """The routed sum as the bank itself computes it, (T, O); the block's factor, if any, is part of the weights."""
-        if self.scales_input:
-            x_ND = (x_TD[:, None] * routing.weights_TK[..., None].to(x_TD.dtype)).flatten(0, 1)
-            dispatch = Dispatch.of(routing.expert_ids_TK.reshape(-1, 1), self.num_experts)
-            ones_N1 = x_ND.new_ones((x_ND.shape[0], 1))
-            return (
-                plain_sum(self, self.parameters(), x_ND, ones_N1, dispatch)
-                .view(*x_TD.shape[:1], -1, self.out_dim)
-                .sum(1)
-            )
         ids, weights = fill_empty(routing)
         y_TO: Tensor = self.module(x_TD, ids, weights.to(x_TD.dtype))
         empty_T = (routing.active_T == 0)[:, None]
