@@ -23,7 +23,7 @@ help:  ## list these verbs
 	$(PIP) -e '.[docs]'
 	@touch $@
 
-quickstart: .venv/core  ## train a small MoE on the bundled Shakespeare text (about 4 minutes on 2 cores)
+quickstart: .venv/core  ## train a small MoE on the bundled Shakespeare text (3 minutes on 2 cores after set-up)
 	$(BIN)/moesaic quickstart
 
 test: .venv/dev  ## the tests that run in minutes

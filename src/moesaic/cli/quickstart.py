@@ -103,11 +103,11 @@ def _show(result: dict[str, Any]) -> None:
     )
     console.print(f"held-out loss {result['held_out_loss']:.4f} nats per character\n")
     table = Table(title="share of the tokens that each expert took", title_justify="left", box=None, pad_edge=False)
-    table.add_column("layer")
+    table.add_column("MoE layer")
     for expert in range(max(map(len, result["load"].values()), default=0)):
         table.add_column(str(expert), justify="right")
-    for name, shares in result["load"].items():
-        table.add_row(name, *(f"{share:.0%}" for share in shares))
+    for number, shares in enumerate(result["load"].values()):
+        table.add_row(str(number), *(f"{share:.0%}" for share in shares))
     console.print(table)
     console.print("\na sample\n--------")
     console.print(result["sample"], markup=False)
