@@ -141,7 +141,7 @@ def check_tensors(model: nn.Module, layer: MoELayer, tensors: Sequence[ExpertTen
 
 
 def _check_adapters(model: nn.Module, layer: MoELayer) -> None:
-    roots = [part for part in (_module(layer.router, layer), _module(layer.experts, layer)) if part is not None]
+    roots = [part for part in (_module(layer.router), _module(layer.experts)) if part is not None]
     inside = {id(module) for root in roots for module in root.modules()}
     for name, module in model.named_modules():
         if not hasattr(module, "lora_A") and not hasattr(module, "parametrizations"):
@@ -153,7 +153,7 @@ def _check_adapters(model: nn.Module, layer: MoELayer) -> None:
             )
 
 
-def _module(part: Any, layer: MoELayer) -> nn.Module | None:
+def _module(part: Any) -> nn.Module | None:
     found = part if isinstance(part, nn.Module) else getattr(part, "module", None)
     return found if isinstance(found, nn.Module) else None
 
