@@ -3,8 +3,9 @@ PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/pip install -q -c constraints.txt
 WORKERS ?= 2
+SEEDS ?= 10
 
-.PHONY: help quickstart test test-all lint format bench docs wheel clean
+.PHONY: help quickstart test test-repeat test-all lint format bench docs wheel clean
 .DEFAULT_GOAL := help
 
 help:  ## list these verbs
@@ -28,6 +29,9 @@ quickstart: .venv/core  ## train a small MoE on the bundled Shakespeare text (3 
 
 test: .venv/dev  ## the tests that run in minutes
 	$(BIN)/python -m pytest -n $(WORKERS)
+
+test-repeat: .venv/dev  ## the suite under SEEDS seeds; after the first only tests that draw random numbers
+	$(BIN)/python tests/repeat_seeds.py --seeds $(SEEDS) --workers $(WORKERS)
 
 test-all: .venv/dev  ## every test, the slow ones too
 	$(BIN)/python -m pytest -n $(WORKERS) -m ''

@@ -93,7 +93,7 @@ def measure(arm: str, seed: int, seconds: float, threads: int) -> dict[str, Any]
         "arm": arm,
         "seed": seed,
         "steps": report.steps,
-        "tokens": report.tokens,
+        "tokens": report.items,
         "seconds": report.seconds,
         "whole_seconds": time.perf_counter() - start,
         "train": report.loss,

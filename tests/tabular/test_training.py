@@ -15,7 +15,10 @@ from moesaic.tabular import (
     pretrain,
     save_network,
 )
-from moesaic.tabular.training import accumulate_loss, source_task
+from moesaic.tabular.training import AnomalyScores, source_task
+from moesaic.training import Step
+from moesaic.training.config import StageConfig
+from moesaic.training.task import step_loss
 
 from .conftest import SMALL, blobs
 
@@ -23,6 +26,18 @@ from .conftest import SMALL, blobs
 def _task(seed=0, joint=False):
     rng = np.random.default_rng(seed)
     return source_task(blobs(rng, 45), SMALL, PseudoAnomalySampler(), rng, joint=joint)
+
+
+def accumulate_loss(network, table, **options):
+    """The gradient of one step, as the trainer adds it up."""
+    task = AnomalyScores([table], [0], **options)
+    batches = task.batches(Step(0, 0, 0, 1, StageConfig(1.0, 1, 1)))
+    count, total = sum(map(task.count, batches)), 0.0
+    for batch in batches:
+        loss = step_loss(task.loss(network, batch), task.count(batch), count)
+        loss.backward()
+        total += float(loss.detach())
+    return total
 
 
 @pytest.mark.parametrize("chunk_rows", [1, 7, 64])

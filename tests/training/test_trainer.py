@@ -74,7 +74,7 @@ def test_it_learns_and_leaves_everything_where_the_report_says(tmp_path):
     assert report.loss < 2
     assert report.eval_loss < 2
     assert (report.steps, report.moe_layers, report.experts, report.unmoved) == (60, 2, 8, [])
-    assert report.tokens == 60 * 8 * 32
+    assert report.items == 60 * 8 * 32
     assert report.model == tmp_path / "model"
     assert latest_checkpoint(tmp_path / "checkpoints").path == report.checkpoint
     assert json.loads((tmp_path / "report.json").read_text())["steps"] == 60
@@ -101,7 +101,7 @@ def test_a_resumed_run_is_bit_for_bit_the_uninterrupted_one(tmp_path, stop):
     assert standin.same(standin.weights(model), standin.weights(again))
     assert (model.blocks[0].ffn.router.selection_bias_E != 0).any()
     first, second = (latest_checkpoint(tmp_path / name / "checkpoints") for name in ("whole", "cut"))
-    for part in ("model", "optimizer", "average", "state", "routing", "start"):
+    for part in ("model", "optimizer", "average", "state", "routing", "start", "best", "hooks"):
         assert standin.same(first.tensors(part), second.tensors(part)), part
     assert metrics(tmp_path / "whole") == metrics(tmp_path / "cut")
     assert (whole.loss, whole.eval_loss) == (resumed.loss, resumed.eval_loss)

@@ -38,7 +38,7 @@ def measure(settings: Mapping[str, Any], seed: int) -> Outcome:
     active: list[list[float]] = []
     thresholds: list[float] = []
 
-    def watch(step: int, routings: list[Routing]) -> None:
+    def watch(step: int, routings: Sequence[Routing]) -> None:
         active.append([float(routing.active_T.double().mean()) for routing in routings])
         router = model.blocks[0].moe.router  # type: ignore[union-attr]
         if isinstance(router, TopPRouter):

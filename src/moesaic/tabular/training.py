@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import os
@@ -14,12 +15,13 @@ import torch
 from numpy.typing import ArrayLike
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
-from torch import Tensor
+from torch import Tensor, nn
 
 from moesaic.formats.atomic import atomic_file
 from moesaic.tabular.anomalies import PseudoAnomalySampler
 from moesaic.tabular.network import GatedViewMoE, NetworkConfig
 from moesaic.tabular.profiles import MultiViewDistanceEncoder
+from moesaic.training import Hook, Optimizers, Step, Task, TaskLoss, TrainConfig, Trainer
 
 logger = logging.getLogger("moesaic.tabular")
 
@@ -41,6 +43,10 @@ class SourceTask:
 
     profile_TEK: Tensor
     label_T: Tensor
+
+    def to(self, device: torch.device) -> SourceTask:
+        """The same on another device."""
+        return SourceTask(self.profile_TEK.to(device), self.label_T.to(device))
 
 
 def source_task(
@@ -96,7 +102,7 @@ def pretrain(
     """Train the one network on source tables (arXiv:2603.14407).
 
     An epoch takes one full-batch step per table in random order: with the paper's 7 tables and 15 epochs 105 in all.
-    Profiles and pseudo-anomalies are made once. The loss is that of :func:`accumulate_loss`.
+    Profiles and pseudo-anomalies are made once. The loss is that of :class:`AnomalyScores`.
 
     Args:
         contexts: normal rows of each source table, (n_i, d_i).
@@ -106,7 +112,7 @@ def pretrain(
         epochs: rounds over the tables.
         lr: Adam's learning rate.
         weight_decay: Adam's (not decoupled).
-        gate_entropy_weight: see :func:`accumulate_loss`.
+        gate_entropy_weight: see :class:`AnomalyScores`.
         chunk_rows: rows whose activations are held at once; changes memory, not the step.
         seed: of weights, pseudo-anomalies and order.
         backend: of the neighbour search.
@@ -121,58 +127,109 @@ def pretrain(
         raise ValueError(f"epochs is {epochs}; it must be at least 1")
     config, sampler = config or NetworkConfig(), sampler or PseudoAnomalySampler()
     rng = np.random.default_rng(seed)
-    tasks = [source_task(context, config, sampler, rng, joint=joint, backend=backend) for context in contexts]
+    tables = [source_task(context, config, sampler, rng, joint=joint, backend=backend) for context in contexts]
+    order = np.concatenate([rng.permutation(len(tables)) for _ in range(epochs)])
+    task = AnomalyScores(tables, order, chunk_rows=chunk_rows, gate_entropy_weight=gate_entropy_weight)
     model = GatedViewMoE(config, seed=seed)
-    optimizer = torch.optim.Adam(model.parameters(), lr=lr, weight_decay=weight_decay)
-    for epoch in range(1, epochs + 1):
-        losses = []
-        for number in rng.permutation(len(tasks)):
-            optimizer.zero_grad()
-            losses.append(
-                accumulate_loss(model, tasks[number], chunk_rows=chunk_rows, gate_entropy_weight=gate_entropy_weight)
-            )
-            optimizer.step()
-        mean = sum(losses) / len(losses)
-        logger.info("epoch %d of %d: mean loss %.4f", epoch, epochs, mean)
-        if progress is not None:
-            progress(epoch, mean)
+
+    def adam(model: nn.Module) -> Optimizers:
+        named: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
+        return Optimizers({"adam": torch.optim.Adam(list(named), lr=lr, weight_decay=weight_decay)}, named)
+
+    Trainer(
+        model,
+        task,
+        TrainConfig(steps=len(order), clip=None, seed=seed, log_every=len(order)),
+        hooks=[_Epochs(len(tables), epochs, progress)],
+        optimizers=adam,
+        schedule=lambda progress, step: 1.0,
+    ).train()
     return model.eval()
 
 
-def accumulate_loss(
-    model: GatedViewMoE, task: SourceTask, *, chunk_rows: int = 32, gate_entropy_weight: float = 0.0
-) -> float:
-    r"""Add the full-batch gradient of the loss to the parameters, a chunk of rows at a time; returns the loss.
+class AnomalyScores(Task[SourceTask]):
+    r"""Rows of source tables scored 0, their pseudo-anomalies scored 1; a step is one table, whole.
 
     .. math:: L = \frac1n \sum_i (s_i - y_i)^2 + \lambda \frac1n \sum_i \sum_m g_{im} \log g_{im}
 
-    Means over rows split exactly: each chunk weighs its share of the rows. The entropy term is ours: the paper's
-    abstract speaks of entropy-regularised gating, its code has none, hence the default 0; a positive weight keeps one
-    view from taking over.
+    Chunks of rows are the micro-batches of a step: means over rows split exactly, so their size changes memory, not the
+    step. The entropy term is ours: the paper's abstract speaks of entropy-regularised gating, its code has none, hence
+    the default 0; a positive weight keeps one view from taking over.
 
     Args:
-        model: accumulates into its gradients.
-        task: profiles and labels.
-        chunk_rows: rows at once, at least 1.
+        tables: the training set of each source table.
+        order: the table of each step.
+        chunk_rows: rows whose activations are held at once, at least 1.
         gate_entropy_weight: lambda, at least 0.
 
     Raises:
         ValueError: a parameter outside its range.
     """
-    if chunk_rows < 1:
-        raise ValueError(f"chunk_rows is {chunk_rows}; it must be at least 1")
-    if gate_entropy_weight < 0:
-        raise ValueError(f"gate_entropy_weight is {gate_entropy_weight}; it must be at least 0")
-    rows = len(task.label_T)
-    total = 0.0
-    for profile_TEK, label_T in zip(torch.split(task.profile_TEK, chunk_rows), torch.split(task.label_T, chunk_rows)):
-        out = model(profile_TEK)
-        loss = (out.score_T - label_T.to(out.score_T.dtype)).square().sum() / rows
-        if gate_entropy_weight:
-            loss = loss - gate_entropy_weight * out.routing.entropy_T.sum() / rows
-        loss.backward()
-        total += float(loss.detach())
-    return total
+
+    unit = "rows"
+    loss_unit = "squared error of the score"
+
+    def __init__(
+        self,
+        tables: Sequence[SourceTask],
+        order: Sequence[int] | np.ndarray,
+        *,
+        chunk_rows: int = 32,
+        gate_entropy_weight: float = 0.0,
+    ) -> None:
+        if chunk_rows < 1:
+            raise ValueError(f"chunk_rows is {chunk_rows}; it must be at least 1")
+        if gate_entropy_weight < 0:
+            raise ValueError(f"gate_entropy_weight is {gate_entropy_weight}; it must be at least 0")
+        self.tables = list(tables)
+        self.order = [int(number) for number in order]
+        self.chunk_rows = chunk_rows
+        self.gate_entropy_weight = gate_entropy_weight
+
+    def batches(self, step: Step) -> list[SourceTask]:
+        """The rows of the step's table, in chunks."""
+        table = self.tables[self.order[step.number]]
+        pieces = zip(torch.split(table.profile_TEK, self.chunk_rows), torch.split(table.label_T, self.chunk_rows))
+        return [SourceTask(profile_TEK, label_T) for profile_TEK, label_T in pieces]
+
+    def count(self, batch: SourceTask) -> int:
+        """Rows."""
+        return len(batch.label_T)
+
+    def loss(self, model: nn.Module, batch: SourceTask) -> TaskLoss:
+        """Summed over the rows of a chunk."""
+        out = model(batch.profile_TEK)
+        total = (out.score_T - batch.label_T.to(out.score_T.dtype)).square().sum()
+        if self.gate_entropy_weight:
+            total = total - self.gate_entropy_weight * out.routing.entropy_T.sum()
+        return TaskLoss(total, routings=(out.routing,))
+
+    def fingerprint(self) -> str:
+        """Digest of profiles, labels and order."""
+        digest = hashlib.blake2b(np.asarray(self.order, dtype=np.int64).tobytes(), digest_size=8)
+        for table in self.tables:
+            digest.update(table.profile_TEK.numpy().tobytes() + table.label_T.numpy().tobytes())
+        return digest.hexdigest()
+
+
+class _Epochs(Hook):
+    """Says the mean loss of each epoch."""
+
+    name = "epochs"
+
+    def __init__(self, steps: int, epochs: int, progress: Callable[[int, float], None] | None) -> None:
+        self.steps, self.epochs, self.progress = steps, epochs, progress
+        self.losses: list[float] = []
+
+    def after_step(self, trainer: Trainer) -> None:
+        self.losses.append(float(trainer.step_loss))
+        epoch, rest = divmod(trainer.state.position.step, self.steps)
+        if rest == 0:
+            mean = sum(self.losses) / len(self.losses)
+            self.losses.clear()
+            logger.info("epoch %d of %d: mean loss %.4f", epoch, self.epochs, mean)
+            if self.progress is not None:
+                self.progress(epoch, mean)
 
 
 def save_network(model: GatedViewMoE, path: str | os.PathLike[str], metadata: Mapping[str, str] | None = None) -> None:

@@ -161,6 +161,25 @@ class AverageConfig:
 
 
 @dataclass
+class EarlyStoppingConfig:
+    """End a run when evaluations stop getting better.
+
+    Args:
+        patience: evaluations without improvement after which the run ends; needs ``eval_every``.
+        least: by how much the loss must fall below the best one to count as better.
+        restore: whether the finished model has the weights of the best evaluation.
+    """
+
+    patience: int = 3
+    least: float = 0.0
+    restore: bool = True
+
+    def __post_init__(self) -> None:
+        _at_least("patience", self.patience, 1)
+        _within("least", self.least, 0, math.inf)
+
+
+@dataclass
 class TrainConfig:
     """A training run.
 
@@ -168,8 +187,8 @@ class TrainConfig:
         steps: optimizer steps; whichever of ``steps`` and ``seconds`` is reached first ends the run.
         seconds: wall-clock seconds, everything from the start of training counted (compilation, evaluation,
             checkpoints). Progress is elapsed / seconds then, so such a run resumes but not bit for bit.
-        batch: sequences per micro-batch.
-        length: tokens per sequence.
+        batch: sequences (rows, windows ...) per micro-batch; a task may make batches of its own.
+        length: tokens per sequence, where the task has sequences.
         accumulate: micro-batches per optimizer step.
         stages: batch shapes over the run; replaces ``batch`` and ``length``.
         clip: largest gradient norm; None for no clipping.
@@ -180,13 +199,14 @@ class TrainConfig:
         hold_memory: ask the C library to keep freed memory in the process (glibc; about a tenth faster on a CPU at
             small shapes, and the process stays as large as it once was).
         aux: factor on all auxiliary losses; 1 takes them as the model gives them.
-        lm: factor on the language-model loss.
+        main: factor on the task's own loss.
         log_every: steps between lines of metrics.
         eval_every: steps between evaluations; 0 for one at the end.
         eval_batches: batches an evaluation; 0 for the whole held-out part.
         save_every: steps between checkpoints; 0 for one at the end.
         keep: checkpoints kept.
         schedule, optimizer, average: see their classes.
+        early_stopping: None for none.
     """
 
     steps: int | None = None
@@ -202,7 +222,7 @@ class TrainConfig:
     compile: bool = False
     hold_memory: bool = False
     aux: float = 1.0
-    lm: float = 1.0
+    main: float = 1.0
     log_every: int = 50
     eval_every: int = 0
     eval_batches: int = 0
@@ -211,6 +231,7 @@ class TrainConfig:
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     average: AverageConfig = field(default_factory=AverageConfig)
+    early_stopping: EarlyStoppingConfig | None = None
 
     def __post_init__(self) -> None:
         if self.seconds is not None:
@@ -226,8 +247,10 @@ class TrainConfig:
         if self.clip is not None:
             _positive("clip", self.clip)
         _one_of("precision", self.precision, ("float32", "bfloat16"))
-        for name in ("aux", "lm"):
+        for name in ("aux", "main"):
             _within(name, getattr(self, name), 0, math.inf)
+        if self.early_stopping is not None and not self.eval_every:
+            raise ValueError("early_stopping needs evaluations: set eval_every to the steps between them, got 0")
         ends = [stage.until for stage in self.stages]
         if ends and (ends != sorted(set(ends)) or ends[-1] != 1):
             raise ValueError(f"stages must have rising 'until' that end at 1, got {ends}")

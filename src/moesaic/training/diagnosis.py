@@ -9,9 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from moesaic.data.packing import Batch
 from moesaic.routing import Routing, checks
-from moesaic.training.objective import Objective
+from moesaic.training.task import Task
 
 
 class NonFiniteError(RuntimeError):
@@ -34,7 +33,7 @@ class NonFiniteError(RuntimeError):
 
 
 @torch.no_grad()
-def first_non_finite_layer(model: nn.Module, objective: Objective, batch: Batch) -> str | None:
+def first_non_finite_layer(model: nn.Module, task: Task[Any], batch: Any) -> str | None:
     """Run the batch again and name the innermost module that is first to give NaN or inf; None when all is finite."""
     bad_weights = [name for name, p in model.named_parameters() if not bool(torch.isfinite(p).all())]
     found: list[str] = []
@@ -49,7 +48,7 @@ def first_non_finite_layer(model: nn.Module, objective: Objective, batch: Batch)
     handles = [module.register_forward_hook(watch(name)) for name, module in model.named_modules() if name]
     try:
         with checks(False):
-            objective(model, batch)
+            task.loss(model, batch)
     finally:
         for handle in handles:
             handle.remove()

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from moesaic.routing import Routing
-from moesaic.training.objective import auxiliary_terms
 from moesaic.training.report import TrainReport
 from moesaic.training.run_state import RunState
 from moesaic.training.statistics import routing_summary
+from moesaic.training.task import Task, auxiliary_terms
 
 
 def step_metrics(
-    state: RunState, routings: Sequence[Routing], norm: float | None, progress: float, since: tuple[int, float]
+    state: RunState,
+    routings: Sequence[Routing],
+    norm: float | None,
+    progress: float,
+    since: tuple[int, float],
+    unit: str,
+    more: Mapping[str, float],
 ) -> dict[str, Any]:
     """One line of metrics.
 
@@ -23,15 +29,18 @@ def step_metrics(
         routings: of the step's last micro-batch; loads and auxiliary losses are theirs.
         norm: of the gradient before clipping.
         progress: share of the run that is over.
-        since: tokens and seconds at the last line, for the speed.
+        since: items and seconds at the last line, for the speed.
+        unit: what the task counts; names the counter and the speed.
+        more: the task's own numbers of this step.
     """
     position = state.position
-    tokens, seconds = position.tokens - since[0], position.elapsed - since[1]
+    items, seconds = position.items - since[0], position.elapsed - since[1]
     metrics: dict[str, Any] = {
         "step": position.step,
         "loss": position.last_loss,
         "lr": max(group["lr"] for part in state.optimizers.parts.values() for group in part.param_groups),
-        "tokens": position.tokens,
+        unit: position.items,
+        **more,
         **{f"loss_{name}": float(value) for name, value in auxiliary_terms(routings).items()},
         **routing_summary(routings),
     }
@@ -41,19 +50,27 @@ def step_metrics(
         "progress": min(progress, 1.0),
         "seconds": round(position.elapsed, 3),
         "seconds_left": round(position.elapsed * (1 / progress - 1), 1) if progress < 1 else 0.0,
-        "tokens_per_second": round(tokens / max(seconds, 1e-9), 1),
+        f"{unit}_per_second": round(items / max(seconds, 1e-9), 1),
     }
 
 
 def make_report(
-    state: RunState, *, checkpoint: Path | None, model: Path | None, metrics: Path | None, notes: Sequence[str]
+    state: RunState,
+    task: Task[Any],
+    *,
+    checkpoint: Path | None,
+    model: Path | None,
+    metrics: Path | None,
+    notes: Sequence[str],
 ) -> TrainReport:
     """The report of a run that has come to its end."""
     position = state.position
     trained = sum(p.numel() for p in state.model.parameters() if p.requires_grad)
     return TrainReport(
         steps=position.step,
-        tokens=position.tokens,
+        items=position.items,
+        unit=task.unit,
+        loss_unit=task.loss_unit,
         seconds=position.elapsed,
         loss=position.last_loss,
         eval_loss=position.eval_loss,

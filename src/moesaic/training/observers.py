@@ -123,7 +123,7 @@ class ProgressLine(Observer):
                     f"step {metrics['step']}: held-out loss {metrics['eval_loss']:.4f}", highlight=False
                 )
             return
-        text = f"loss {metrics['loss']:.4f}  {_short(metrics['tokens_per_second'])} tokens/s"
+        text = f"loss {metrics['loss']:.4f}  {_speed(metrics)}"
         if "max_over_mean" in metrics:
             text += f"  busiest expert {metrics['max_over_mean']:.1f} x mean"
         text += f"  {_clock(metrics['seconds_left'])} left"
@@ -132,6 +132,12 @@ class ProgressLine(Observer):
     def on_end(self) -> None:
         """Leave the line as it is."""
         self._progress.stop()
+
+
+def _speed(metrics: Mapping[str, Any]) -> str:
+    """Tokens, rows ... a second, by the name under which the task counts them."""
+    unit = next(name.removesuffix("_per_second") for name in metrics if name.endswith("_per_second"))
+    return f"{_short(metrics[f'{unit}_per_second'])} {unit}/s"
 
 
 def _short(value: float) -> str:

@@ -86,6 +86,21 @@ class Optimizers:
         for optimizer in self.parts.values():
             optimizer.zero_grad(set_to_none=True)
 
+    def carry(self, new: Optimizers) -> None:
+        """Move the state of parameters that ``new`` has too, as the same objects of the same shape, into ``new``."""
+        for part, optimizer in new.parts.items():
+            old = self.parts.get(part)
+            if old is None:
+                continue
+            for group in optimizer.param_groups:
+                for parameter in group["params"]:
+                    state = old.state.get(parameter)
+                    if state and all(not v.dim() or v.shape[:1] == parameter.shape[:1] for v in _tensors(state)):
+                        optimizer.state[parameter] = state
+            for before, now in zip(old.param_groups, optimizer.param_groups):
+                if isinstance(before.get("step"), int):
+                    now["step"] = before["step"]
+
     def state_tensors(self) -> dict[str, Tensor]:
         """All state as tensors, ``optimizer/parameter/key`` -> tensor; steps of groups as 0-dim int64."""
         tensors: dict[str, Tensor] = {}
@@ -181,6 +196,10 @@ def build_optimizers(model: nn.Module, config: OptimizerConfig) -> Optimizers:
     if rows:
         parts["rows"] = RowAdam([{"params": params, "lr": lr} for lr, params in rows.items()], eps=config.eps)
     return Optimizers(parts, names)
+
+
+def _tensors(state: Mapping[str, Any]) -> list[Tensor]:
+    return [value for value in state.values() if isinstance(value, Tensor)]
 
 
 def _sparse_parameters(model: nn.Module) -> set[nn.Parameter]:

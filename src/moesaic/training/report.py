@@ -16,9 +16,11 @@ class TrainReport:
 
     Attributes:
         steps: optimizer steps taken in all.
-        tokens: targets trained on in all.
+        items: tokens, rows ... trained on in all.
+        unit: what the items are, in the plural; ``as_dict`` names the count by it.
+        loss_unit: what losses are measured in.
         seconds: of training, those before a resume included.
-        loss: mean loss since the last logged line, in nats per token.
+        loss: mean loss since the last logged line.
         eval_loss: last held-out loss, None without a held-out part.
         best_eval: lowest held-out loss.
         moe_layers: layers whose routings were seen.
@@ -34,7 +36,9 @@ class TrainReport:
     """
 
     steps: int
-    tokens: int
+    items: int
+    unit: str
+    loss_unit: str
     seconds: float
     loss: float | None
     eval_loss: float | None
@@ -53,15 +57,16 @@ class TrainReport:
     def as_dict(self) -> dict[str, Any]:
         """Plain values for JSON."""
         values = dataclasses.asdict(self)
+        values[self.unit] = values.pop("items")
         return {key: str(value) if isinstance(value, Path) else value for key, value in values.items()}
 
     def lines(self) -> list[str]:
         """The report for people, line by line."""
-        lines = [f"{self.steps} steps, {self.tokens} tokens in {self.seconds:.1f} s"]
+        lines = [f"{self.steps} steps, {self.items} {self.unit} in {self.seconds:.1f} s"]
         if self.loss is not None:
-            lines.append(f"training loss {self.loss:.4f} nats per token")
+            lines.append(f"training loss {self.loss:.4f} {self.loss_unit}")
         if self.eval_loss is not None:
-            lines.append(f"held-out loss {self.eval_loss:.4f} nats per token (best {self.best_eval:.4f})")
+            lines.append(f"held-out loss {self.eval_loss:.4f} {self.loss_unit} (best {self.best_eval:.4f})")
         lines.append(
             f"covered: {self.parameters} trained and {self.frozen_parameters} frozen parameters,"
             f" {self.moe_layers} MoE layers, {self.experts} experts"

@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 from safetensors.torch import save_file
-from torch import nn
+from torch import Tensor, nn
 
 from moesaic.formats.atomic import atomic_file, atomic_folder, remove_leftovers
 from moesaic.formats.checkpoint import latest_checkpoint, list_checkpoints, save_checkpoint, unshared
@@ -17,9 +18,11 @@ from moesaic.training.averaging import WeightAverage
 from moesaic.training.config import TrainConfig
 from moesaic.training.observers import MetricsFile
 from moesaic.training.report import TrainReport
-from moesaic.training.run_state import RunState, check_same_run, data_fingerprint
+from moesaic.training.run_state import RunState, check_same_run
 from moesaic.training.statistics import LoadTable
-from moesaic.training.text_data import TextData
+from moesaic.training.task import Task
+
+HookStates = Callable[[Mapping[str, Tensor]], None]
 
 
 class RunFiles:
@@ -31,24 +34,30 @@ class RunFiles:
     Args:
         out: the folder.
         config: of the run.
-        data: of the run.
+        task: of the run.
 
     Attributes:
         metrics: path of the metrics file.
         last_checkpoint: newest checkpoint that is whole, or None.
     """
 
-    def __init__(self, out: Path, config: TrainConfig, data: TextData) -> None:
+    def __init__(self, out: Path, config: TrainConfig, task: Task[Any]) -> None:
         self.out = out
         self.config = config
-        self.data = data
+        self.task = task
         self.metrics = out / "metrics.jsonl"
         self.checkpoints = checkpoints_of(out)
         self.last_checkpoint: Path | None = None
-        self._fingerprint = data_fingerprint(data.train)
+        self._fingerprint = task.fingerprint()
 
-    def begin(self, resume: bool, state: RunState, new_average: Callable[[], WeightAverage]) -> None:
+    def begin(self, resume: bool, state: RunState, new_average: Callable[[], WeightAverage], hooks: HookStates) -> None:
         """Start a fresh run, or put ``state`` where the latest checkpoint was and cut the metrics back to it.
+
+        Args:
+            resume: go on from the latest checkpoint.
+            state: what is put back.
+            new_average: makes an average, called when the checkpoint has one.
+            hooks: gets the saved state of the hooks before the weights are loaded.
 
         Raises:
             ValueError: the folder holds checkpoints and ``resume`` is off; see :meth:`Trainer.train`.
@@ -66,13 +75,14 @@ class RunFiles:
             MetricsFile(self.metrics).truncate(0)
             return
         checkpoint = latest_checkpoint(self.checkpoints)
+        hooks({name: value for name, value in checkpoint.tensors("hooks").items() if name != "__empty__"})
         check_same_run(checkpoint, state.model, self.config, self._fingerprint)
         state.restore(checkpoint, new_average)
         MetricsFile(self.metrics).truncate(int(checkpoint.meta["metrics_offset"]))
         self.last_checkpoint = checkpoint.path
 
-    def save(self, state: RunState) -> Path:
-        """Write a checkpoint.
+    def save(self, state: RunState, hooks: Mapping[str, Tensor]) -> Path:
+        """Write a checkpoint of ``state`` and of what the hooks carry.
 
         Raises:
             OSError: no space or the like; the earlier checkpoint stays.
@@ -81,7 +91,7 @@ class RunFiles:
         self.last_checkpoint = save_checkpoint(
             self.checkpoints,
             state.position.step,
-            state.parts(),
+            {**state.parts(), "hooks": hooks},
             state.meta(self.config, self._fingerprint, MetricsFile(self.metrics).offset()),
             keep=self.config.keep,
             write_extra=lambda folder: self._describe(state.model, folder),
@@ -116,8 +126,7 @@ class RunFiles:
             part = getattr(model, name, None)
             if part is not None and hasattr(part, "save_pretrained"):
                 part.save_pretrained(folder)
-        if self.data.tokenizer is not None:
-            self.data.tokenizer.save(folder / "tokenizer.json")
+        self.task.describe(folder)
 
 
 def checkpoints_of(out: Path) -> Path:

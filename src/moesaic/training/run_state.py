@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -12,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from moesaic.data.packing import PackedTokens
 from moesaic.formats.checkpoint import Checkpoint, unshared
 from moesaic.routing import StepState
 from moesaic.training.averaging import WeightAverage
@@ -33,24 +31,26 @@ class Position:
         step: optimizer steps taken.
         stage: index of the batch-shape stage.
         stage_start: step at which it began; batches are numbered from there.
-        tokens: targets trained on.
+        items: tokens, rows ... trained on.
         elapsed: seconds of training, those before a resume included.
         loss_sum, loss_steps: since the last logged line.
         last_loss: mean loss of the last logged line, None before the first.
         eval_loss, best_eval: of the last and of the best evaluation.
+        worse: evaluations since the last one that counted as better.
         failed_saves: checkpoints that could not be written.
     """
 
     step: int = 0
     stage: int = 0
     stage_start: int = 0
-    tokens: int = 0
+    items: int = 0
     elapsed: float = 0.0
     loss_sum: float = 0.0
     loss_steps: int = 0
     last_loss: float | None = None
     eval_loss: float | None = None
     best_eval: float | None = None
+    worse: int = 0
     failed_saves: list[str] = field(default_factory=list)
 
 
@@ -61,6 +61,7 @@ class RunState:
     Attributes:
         model, optimizers, average, loads, movement: see their classes; ``average`` is None until it starts.
         position: where the run stands.
+        best: weights of the best evaluation where early stopping will restore them; empty otherwise.
     """
 
     model: nn.Module
@@ -69,6 +70,7 @@ class RunState:
     movement: ExpertMovement
     position: Position = field(default_factory=Position)
     average: WeightAverage | None = None
+    best: dict[str, Tensor] = field(default_factory=dict)
 
     def parts(self) -> dict[str, dict[str, Tensor]]:
         """Tensors for :func:`moesaic.formats.checkpoint.save_checkpoint`, one entry a file.
@@ -87,6 +89,7 @@ class RunState:
             "state": {**_hidden_buffers(self.model), **_random_states()},
             "routing": self.loads.tensors(),
             "start": self.movement.start,
+            "best": self.best,
         }
 
     def meta(self, config: TrainConfig, data: str, metrics_offset: int) -> dict[str, Any]:
@@ -122,6 +125,7 @@ class RunState:
         start = checkpoint.tensors("start")
         start.pop("__empty__", None)
         self.movement.start = start
+        self.best = {name: value for name, value in checkpoint.tensors("best").items() if name != "__empty__"}
         self.position = Position(**checkpoint.meta["position"])
 
 
@@ -170,11 +174,6 @@ def load_weights(model: nn.Module, tensors: Mapping[str, Tensor], source: str) -
         for name, value in tensors.items():
             if name in own:
                 own[name].copy_(value)
-
-
-def data_fingerprint(tokens: PackedTokens) -> str:
-    """Short digest of a token stream."""
-    return hashlib.blake2b(tokens.tokens.numpy().tobytes(), digest_size=8).hexdigest()
 
 
 def _hidden_buffers(model: nn.Module) -> dict[str, Tensor]:

@@ -1,4 +1,4 @@
-"""The training loop."""
+"""The training engine: one loop for every task."""
 
 from __future__ import annotations
 
@@ -7,81 +7,95 @@ import logging
 import math
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from moesaic.data.packing import Batch
 from moesaic.routing import Routing, end_step
 from moesaic.training.averaging import WeightAverage
+from moesaic.training.causal_lm import CausalLM
 from moesaic.training.config import TrainConfig
 from moesaic.training.diagnosis import NonFiniteError, first_non_finite_gradient, first_non_finite_layer
-from moesaic.training.evaluation import evaluate_tokens
+from moesaic.training.early_stopping import EarlyStopping
+from moesaic.training.execution import Execution
+from moesaic.training.hooks import Hook, check_hooks
 from moesaic.training.interrupts import Interrupts
 from moesaic.training.memory import hold_freed_memory
 from moesaic.training.metrics import make_report, step_metrics
-from moesaic.training.objective import Objective, causal_lm, step_loss
 from moesaic.training.observers import MetricsFile, Observer
-from moesaic.training.optimizers import build_optimizers
+from moesaic.training.optimizers import Optimizers, build_optimizers
 from moesaic.training.report import TrainReport
 from moesaic.training.run_files import RunFiles
 from moesaic.training.run_state import RunState
 from moesaic.training.schedules import schedule_factor
 from moesaic.training.statistics import ExpertMovement, LoadTable
+from moesaic.training.task import Step, Task, step_loss
 from moesaic.training.text_data import TextData
 
 logger = logging.getLogger("moesaic.training")
 
 
 class Trainer:
-    """Trains a causal language model on packed text.
+    """Trains a model on a task.
 
-    A step is: ``accumulate`` micro-batches forward and backward, clipping, the optimizers, ``end_step``, the average of
-    weights. With ``out`` the run writes metrics, checkpoints and the finished model, and can be resumed: bit for bit on
-    the CPU when ``steps`` ends it (not when ``seconds`` does).
+    A step is: the task's micro-batches forward and backward, clipping, hooks, the optimizers, ``end_step``, the average
+    of weights, hooks. With ``out`` the run writes metrics, checkpoints and the finished model, and can be resumed: bit
+    for bit on the CPU when ``steps`` ends it (not when ``seconds`` does).
 
     Args:
-        model: ours, or any causal model of transformers (those train without auxiliary losses).
-        data: tokens, see :class:`TextData`.
+        model: any module that the task can call; its auxiliary losses come back with its routings.
+        task: what is trained; a :class:`TextData` stands for causal language modelling on it.
         config: what to do.
         out: folder of the run; None writes nothing.
         observers: who listens.
-        objective: gives the loss of a micro-batch.
+        hooks: what methods add.
+        optimizers: makes the optimizers of a model, now and after growth; from ``config.optimizer`` by default.
+        schedule: ``(progress, step) -> factor`` on all learning rates; from ``config.schedule`` by default.
+        execution: ``(model, config) -> Execution``: how a step is computed.
+
+    Attributes:
+        state: all moving parts of the run.
+        step_loss: mean loss of the last step, a float on the CPU.
 
     Raises:
-        ValueError: a text shorter than a window.
+        ValueError: what the task refuses; two hooks of one name.
     """
 
     def __init__(
         self,
         model: nn.Module,
-        data: TextData,
+        task: Task[Any] | TextData,
         config: TrainConfig,
         *,
         out: str | os.PathLike[str] | None = None,
         observers: Sequence[Observer] = (),
-        objective: Objective = causal_lm,
+        hooks: Sequence[Hook] = (),
+        optimizers: Callable[[nn.Module], Optimizers] | None = None,
+        schedule: Callable[[float, int], float] | None = None,
+        execution: Callable[[nn.Module, TrainConfig], Execution] = Execution,
     ) -> None:
         self.model = model
-        self.data = data
+        self.task: Task[Any] = CausalLM(task) if isinstance(task, TextData) else task
         self.config = config
-        self.objective = objective
-        for stage in config.all_stages():
-            data.train.windows(stage.length)
-        self.files = None if out is None else RunFiles(Path(out), config, data)
+        self.task.check(config)
+        self.hooks = list(hooks)
+        check_hooks(self.hooks)
+        self.files = None if out is None else RunFiles(Path(out), config, self.task)
         self.observers: list[Observer] = list(observers)
         if self.files is not None:
             self.observers.insert(0, MetricsFile(self.files.metrics))
-        self.device = next(model.parameters()).device
-        self.state = RunState(model, build_optimizers(model, config.optimizer), LoadTable(), ExpertMovement(model))
-        self.notes: list[str] = []
-        self._forward: nn.Module = model
+        self.execution = execution(model, config)
+        self._build = optimizers or (lambda model: build_optimizers(model, config.optimizer))
+        self._factor = schedule or (lambda progress, step: schedule_factor(config.schedule, progress, step))
+        self.state = RunState(model, self._build(model), LoadTable(), ExpertMovement(model))
+        self.early_stopping = None if config.early_stopping is None else EarlyStopping(config.early_stopping)
+        self.step_loss: Tensor | float = 0.0
         self._loss_sum: Tensor | float = 0.0
         self._clock = 0.0
-        self._logged = (0, 0.0)  # tokens and seconds at the last logged line
+        self._logged = (0, 0.0)  # items and seconds at the last logged line
 
     def train(self, *, resume: bool = False) -> TrainReport:
         """Run to the end.
@@ -93,27 +107,30 @@ class Trainer:
             The report.
 
         Raises:
-            ValueError: ``out`` already holds a run and ``resume`` is off; nothing to resume; a checkpoint of another
-                text, model or setting, or a damaged one.
+            ValueError: ``out`` already holds a run and ``resume`` is off; nothing to resume; a checkpoint of other
+                data, another model or setting, or a damaged one.
             NonFiniteError: a loss or gradient that is not finite, with step, layer and last good checkpoint.
             KeyboardInterrupt: Ctrl-C, after the step was finished and a checkpoint saved.
             OSError: the last checkpoint or the model could not be written.
         """
         if resume and self.files is None:
             raise ValueError("resume is true and out is None: a run without a folder has nothing to resume from")
-        devices = [self.device] if self.device.type == "cuda" else []
-        with torch.random.fork_rng(devices=devices), Interrupts() as interrupts:
+        device = self.execution.device
+        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), Interrupts() as interrupts:
             torch.manual_seed(self.config.seed)
             if self.config.hold_memory:
                 hold_freed_memory()
-            self._prepare()
+            self.execution.prepare()
             if self.files is not None:
-                self.files.begin(resume, self.state, lambda: self._new_average())
-            self._loss_sum = self.state.position.loss_sum
-            self._clock = time.perf_counter() - self.state.position.elapsed
-            self._logged = (self.state.position.tokens, self.state.position.elapsed)
+                self.files.begin(resume, self.state, self._new_average, self._load_hooks)
+            position = self.state.position
+            self._loss_sum = position.loss_sum
+            self._clock = time.perf_counter() - position.elapsed
+            self._logged = (position.items, position.elapsed)
+            for hook in self.hooks:
+                hook.on_start(self)
             for observer in self.observers:
-                observer.on_start(self.state.position.step, self.config.steps, self.config.seconds)
+                observer.on_start(position.step, self.config.steps, self.config.seconds)
             try:
                 self._loop(interrupts)
                 return self._finish()
@@ -121,20 +138,30 @@ class Trainer:
                 for observer in self.observers:
                     observer.on_end()
 
-    # One run -----------------------------------------------------------------------------------------------------
-    def _prepare(self) -> None:
-        self.model.train()
-        if self.config.checkpointing:
-            enable = getattr(self.model, "gradient_checkpointing_enable", None)
-            if enable is None:
-                raise ValueError(f"checkpointing is true and {type(self.model).__name__} cannot recompute activations")
-            enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-        if self.config.compile:
-            self._forward = torch.compile(self.model)  # type: ignore[assignment]
+    def model_changed(self, carry: Callable[[Optimizers, Optimizers], None] | None = None) -> None:
+        """Go on with a model whose structure a hook has changed in place: other parameters, other shapes.
 
+        Optimizers are built anew, the average of weights starts again, hooks hear of it.
+
+        Args:
+            carry: ``(old, new)`` moves optimizer state; by default the state of parameters that are still the same
+                objects of the same shape goes along, and that of the others starts at zero.
+        """
+        old, new = self.state.optimizers, self._build(self.model)
+        (carry or Optimizers.carry)(old, new)
+        self.state.optimizers = new
+        self.state.movement = ExpertMovement(self.model)
+        self.state.best = {}
+        if self.state.average is not None:
+            self.state.average = self._new_average()
+        for hook in self.hooks:
+            hook.on_growth(self)
+
+    # One run -----------------------------------------------------------------------------------------------------
     def _loop(self, interrupts: Interrupts) -> None:
         config, position = self.config, self.state.position
-        while (progress := self._progress()) < 1:
+        stopping = self.early_stopping
+        while (progress := self._progress()) < 1 and not (stopping and stopping.over(position)):
             self._take_step(progress)
             done = self._progress()
             for observer in self.observers:
@@ -153,63 +180,48 @@ class Trainer:
 
     def _take_step(self, progress: float) -> None:
         config, position, optimizers = self.config, self.state.position, self.state.optimizers
-        batches = self._batches(progress)
-        targets = sum(batch.num_targets for batch in batches)
+        batches = [self.task.move(batch, self.execution.device) for batch in self.task.batches(self._step(progress))]
+        count = int(self.execution.over_ranks(sum(self.task.count(batch) for batch in batches)))
         routings: Sequence[Routing] = ()
-        loss_value: Tensor | float = 0.0
+        value: Tensor | float = 0.0
+        more: dict[str, Tensor | float] = {}
         for batch in batches:
             with self._errors_located(batch):
-                with self._autocast():
-                    loss = self._call(batch)
-                total = step_loss(loss, batch, targets, config.lm, config.aux)
+                loss = self.execution.loss(self.task, batch)
+                total = step_loss(loss, self.task.count(batch), count, config.main, config.aux)
                 total.backward()  # type: ignore[no-untyped-call]
             routings = loss.routings
-            loss_value = loss_value + loss.lm_sum.detach() / targets
-        self._check_loss(loss_value, batches)
-        norm = optimizers.clip(config.clip) if config.clip is not None else None
+            value = value + loss.total.detach() / count
+            for name, part in loss.metrics.items():
+                more[name] = more.get(name, 0.0) + part / count
+        self.step_loss = self._checked_loss(value, batches)
         log = self._is_logged(position.step + 1)
-        if norm is None and log:
-            norm = optimizers.gradient_norm()
-        if norm is not None and (log or self.device.type == "cpu") and not math.isfinite(float(norm)):
-            raise NonFiniteError(
-                position.step, "the gradient is not finite", first_non_finite_gradient(self.model), self._last_good()
-            )
-        optimizers.set_factor(schedule_factor(config.schedule, progress, position.step))
+        norm = self._clipped_norm(log)
+        for hook in self.hooks:
+            hook.before_step(self, routings)
+        optimizers.set_factor(self._factor(progress, position.step))
         optimizers.step()
         optimizers.zero_grad()
         end_step(self.model)
         position.step += 1
-        position.tokens += targets
-        self._loss_sum = self._loss_sum + (loss_value if self.device.type != "cpu" else float(loss_value))
+        position.items += count
+        self._loss_sum = self._loss_sum + self.step_loss
         position.loss_steps += 1
         self._update_average(progress)
+        for hook in self.hooks:
+            hook.after_step(self)
         if log:
-            self._log(routings, float(norm) if norm is not None else None)
+            self._log(routings, norm, more)
 
-    def _batches(self, progress: float) -> list[Batch]:
-        """The micro-batches of the next step, a function of seed, stage and step."""
+    def _step(self, progress: float) -> Step:
+        """The numbers from which the task makes the next step's batches."""
         config, position = self.config, self.state.position
         stages = config.all_stages()
         while position.stage < len(stages) - 1 and progress >= stages[position.stage].until:
             position.stage += 1
             position.stage_start = position.step
-        stage = stages[position.stage]
         first = (position.step - position.stage_start) * config.accumulate
-        return [
-            self.data.train.batch(first + i, stage.batch, stage.length, stage=position.stage).to(self.device)
-            for i in range(config.accumulate)
-        ]
-
-    def _call(self, batch: Batch) -> Any:
-        try:
-            return self.objective(self._forward, batch)
-        except Exception as error:
-            if self._forward is self.model or not _is_compiler_error(error):
-                raise
-            self.notes.append(f"ran without torch.compile: {str(error).splitlines()[0]}")
-            logger.warning(self.notes[-1])
-            self._forward = self.model
-            return self.objective(self._forward, batch)
+        return Step(position.step, position.stage, first, config.accumulate, stages[position.stage])
 
     def _progress(self) -> float:
         """Share of the run that is over."""
@@ -222,12 +234,7 @@ class Trainer:
             shares.append(position.elapsed / config.seconds)
         return max(shares)
 
-    def _autocast(self) -> contextlib.AbstractContextManager[Any]:
-        if self.config.precision == "float32":
-            return contextlib.nullcontext()
-        return torch.autocast(self.device.type, torch.bfloat16)
-
-    # Average -----------------------------------------------------------------------------------------------------
+    # Average and hooks -------------------------------------------------------------------------------------------
     def _new_average(self) -> WeightAverage:
         average = self.config.average
         assert average.decay is not None
@@ -247,56 +254,76 @@ class Trainer:
             return contextlib.nullcontext()
         return self.state.average.applied()
 
+    def _hook_states(self) -> dict[str, Tensor]:
+        return {f"{hook.name}/{key}": value for hook in self.hooks for key, value in hook.state().items()}
+
+    def _load_hooks(self, tensors: Mapping[str, Tensor]) -> None:
+        known = {hook.name for hook in self.hooks}
+        unknown = sorted({name.partition("/")[0] for name in tensors} - known)
+        if unknown:
+            raise ValueError(f"the checkpoint holds state of the hooks {unknown}, this run has {sorted(known)}")
+        for hook in self.hooks:
+            prefix = f"{hook.name}/"
+            mine = {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
+            hook.load_state(self, mine)
+
     # What is said ------------------------------------------------------------------------------------------------
     def _is_logged(self, step: int) -> bool:
         return step == 1 or step % self.config.log_every == 0 or step == self.config.steps
 
-    def _log(self, routings: Sequence[Routing], norm: float | None) -> None:
+    def _log(self, routings: Sequence[Routing], norm: float | None, more: Mapping[str, Tensor | float]) -> None:
         position = self.state.position
         progress = self._progress()
         position.last_loss = float(self._loss_sum) / position.loss_steps
         self._loss_sum, position.loss_steps = 0.0, 0
-        metrics = step_metrics(self.state, routings, norm, progress, since=self._logged)
-        self._logged = (position.tokens, position.elapsed)
+        numbers = {name: float(value) for name, value in more.items()}
+        metrics = step_metrics(self.state, routings, norm, progress, self._logged, self.task.unit, numbers)
+        self._logged = (position.items, position.elapsed)
         self.state.loads.add(position.step, routings)
         self._tell(metrics)
 
     def _evaluate(self) -> None:
         """Loss on the held-out part; the auxiliary losses are no part of it."""
-        position, config = self.state.position, self.config
-        if self.data.eval_tokens is None:
-            return
-        stage = config.all_stages()[-1]
-        with self._averaged(), self._autocast():
-            found = evaluate_tokens(
-                self.model,
-                self.data.eval_tokens,
-                length=stage.length,
-                batch=stage.batch,
-                most_batches=config.eval_batches,
-                objective=self.objective,
-            )
+        position = self.state.position
+        with self._averaged(), self.execution.autocast():
+            found = self.task.evaluate(self.model, self.config)
+            if found is None:
+                if self.early_stopping is not None:
+                    raise ValueError("early_stopping needs held-out data, and the task has none to evaluate on")
+                return
+            if self.early_stopping is not None:
+                self.early_stopping.see(found.loss, self.state)
         position.eval_loss = found.loss
         position.best_eval = found.loss if position.best_eval is None else min(position.best_eval, found.loss)
-        metrics = {"step": position.step, "eval_loss": found.loss, "eval_tokens": found.tokens}
-        if self.data.tokens_per_character is not None:
-            metrics["eval_loss_per_character"] = found.loss * self.data.tokens_per_character
-        self._tell(metrics)
+        more = {f"eval_{name}": value for name, value in found.metrics.items()}
+        self._tell({"step": position.step, "eval_loss": found.loss, f"eval_{self.task.unit}": found.count, **more})
 
     def _tell(self, metrics: dict[str, Any]) -> None:
         for observer in self.observers:
             observer.on_log(metrics)
 
     # What may go wrong -------------------------------------------------------------------------------------------
-    def _check_loss(self, value: Tensor | float, batches: Sequence[Batch]) -> None:
-        """On the CPU at every step, before anything moves; on an accelerator, where reading waits, at logged steps."""
-        if self.device.type != "cpu" and not self._is_logged(self.state.position.step + 1):
-            return
-        if not math.isfinite(float(value)):
+    def _checked_loss(self, value: Tensor | float, batches: Sequence[Any]) -> Tensor | float:
+        """On the CPU read and checked at every step, before anything moves; on an accelerator, where reading waits, at
+        logged steps."""
+        on_cpu = self.execution.device.type == "cpu"
+        if (on_cpu or self._is_logged(self.state.position.step + 1)) and not math.isfinite(float(value)):
             self._stop(f"the loss is {float(value)}", batches)
+        return float(value) if on_cpu else value
+
+    def _clipped_norm(self, log: bool) -> float | None:
+        """Clip as configured; the norm before it where it was computed and may be read."""
+        clip, optimizers = self.config.clip, self.state.optimizers
+        norm = optimizers.clip(clip) if clip is not None else optimizers.gradient_norm() if log else None
+        if norm is None or not (log or self.execution.device.type == "cpu"):
+            return None
+        if not math.isfinite(float(norm)):
+            where = first_non_finite_gradient(self.model)
+            raise NonFiniteError(self.state.position.step, "the gradient is not finite", where, self._last_good())
+        return float(norm)
 
     @contextlib.contextmanager
-    def _errors_located(self, batch: Batch) -> Iterator[None]:
+    def _errors_located(self, batch: Any) -> Iterator[None]:
         """A router that refuses scores that are not finite stops the run like a loss that is not."""
         try:
             yield
@@ -305,11 +332,11 @@ class Trainer:
                 raise
             self._stop(str(error), [batch])
 
-    def _stop(self, what: str, batches: Sequence[Batch]) -> None:
+    def _stop(self, what: str, batches: Sequence[Any]) -> None:
         where = None
         for batch in batches:
-            with self._autocast():
-                where = where or first_non_finite_layer(self.model, self.objective, batch)
+            with self.execution.autocast():
+                where = where or first_non_finite_layer(self.model, self.task, batch)
         raise NonFiniteError(
             self.state.position.step,
             what,
@@ -322,13 +349,13 @@ class Trainer:
 
     def _save(self, *, must: bool) -> None:
         """Write a checkpoint; a failed one in the middle of a run is reported and the run goes on."""
-        if self.files is None:
+        if self.files is None or not self.execution.writes:
             return
         position = self.state.position
         position.loss_sum = float(self._loss_sum)
         position.elapsed = time.perf_counter() - self._clock
         try:
-            path = self.files.save(self.state)
+            path = self.files.save(self.state, self._hook_states())
         except FloatingPointError as error:
             raise NonFiniteError(position.step, str(error), "found when saving", self._last_good()) from error
         except OSError as error:
@@ -348,22 +375,19 @@ class Trainer:
             position.last_loss = float(self._loss_sum) / position.loss_steps
         self._evaluate()
         self._save(must=True)
-        model = None
-        if self.files is not None:
-            with self._averaged():
-                model = self.files.write_model(self.model, self.state.loads)
+        with self._averaged():
+            if self.early_stopping is not None:
+                self.early_stopping.restore(self.state)
+            model = None if self.files is None else self.files.write_model(self.model, self.state.loads)
         metrics = None if self.files is None else self.files.metrics
-        report = make_report(self.state, checkpoint=self._last_good(), model=model, metrics=metrics, notes=self.notes)
+        report = make_report(
+            self.state,
+            self.task,
+            checkpoint=self._last_good(),
+            model=model,
+            metrics=metrics,
+            notes=self.execution.notes,
+        )
         if self.files is not None:
             self.files.write_report(report)
         return report
-
-
-def _is_compiler_error(error: BaseException) -> bool:
-    """Whether torch.compile failed for want of a working C++ compiler, which shows at the first call."""
-    seen: BaseException | None = error
-    while seen is not None:
-        if "InvalidCxxCompiler" in type(seen).__name__ or "InvalidCxxCompiler" in str(seen):
-            return True
-        seen = seen.__cause__ or getattr(seen, "inner_exception", None)
-    return False

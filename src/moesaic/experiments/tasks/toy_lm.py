@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from moesaic.layers import MoE
-from moesaic.routing import Context, Routing, end_step
+from moesaic.routing import Context, Routing
+from moesaic.training import Hook, Optimizers, Step, Task, TaskLoss, TrainConfig, Trainer
+from moesaic.training.task import auxiliary_loss
 
 
 class ToyLM(nn.Module):
@@ -73,6 +75,48 @@ def next_symbol_loss(logits: Tensor, ids_BS1: Tensor) -> Tensor:
     return F.cross_entropy(logits.flatten(0, 1), ids_BS1[:, 1:].flatten())
 
 
+class NextSymbol(Task[Tensor]):
+    """Next-symbol prediction with a :class:`ToyLM`.
+
+    Args:
+        draw: step -> (B, S + 1) ids; called once for each step, in order.
+    """
+
+    unit = "symbols"
+    loss_unit = "nats per symbol"
+
+    def __init__(self, draw: Callable[[int], Tensor]) -> None:
+        self.draw = draw
+
+    def batches(self, step: Step) -> list[Tensor]:
+        """One micro-batch."""
+        return [self.draw(step.number)]
+
+    def count(self, batch: Tensor) -> int:
+        """Symbols that are predicted."""
+        return batch[:, 1:].numel()
+
+    def loss(self, model: nn.Module, batch: Tensor) -> TaskLoss:
+        """Cross-entropy, and the losses of the routings."""
+        logits, routings = model(batch[:, :-1])
+        total = F.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten(), reduction="sum")
+        return TaskLoss(total, auxiliary_loss(routings), routings)
+
+    def fingerprint(self) -> str:
+        """Drawn as it goes; such a run is never resumed."""
+        return "drawn"
+
+
+class _Watch(Hook):
+    name = "watch"
+
+    def __init__(self, watch: Callable[[int, Sequence[Routing]], None]) -> None:
+        self.watch = watch
+
+    def before_step(self, trainer: Trainer, routings: Sequence[Routing]) -> None:
+        self.watch(trainer.state.position.step, routings)
+
+
 def train(
     model: ToyLM,
     batches: Callable[[int], Tensor],
@@ -82,7 +126,7 @@ def train(
     warmup: int = 0,
     cosine: bool = False,
     clip: float | None = None,
-    watch: Callable[[int, list[Routing]], None] = lambda step, routings: None,
+    watch: Callable[[int, Sequence[Routing]], None] | None = None,
 ) -> None:
     """AdamW on the cross-entropy plus the losses of the routings.
 
@@ -96,24 +140,19 @@ def train(
         clip: largest norm of the gradient.
         watch: called with the routings of every step before the parameters move.
     """
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=lr)
-    model.train()
-    for step in range(steps):
-        for group in optimizer.param_groups:
-            group["lr"] = lr * _schedule(step, steps, warmup, cosine)
-        ids_BS1 = batches(step)
-        logits, routings = model(ids_BS1[:, :-1])
-        loss = next_symbol_loss(logits, ids_BS1)
-        for routing in routings:
-            for value in routing.losses.values():
-                loss = loss + value
-        optimizer.zero_grad()
-        loss.backward()  # type: ignore[no-untyped-call]
-        if clip is not None:
-            nn.utils.clip_grad_norm_(model.parameters(), clip)
-        watch(step, routings)
-        optimizer.step()
-        end_step(model)
+
+    def optimizers(model: nn.Module) -> Optimizers:
+        named: dict[Tensor, str] = {p: name for name, p in model.named_parameters() if p.requires_grad}
+        return Optimizers({"adamw": torch.optim.AdamW(list(named), lr=lr)}, named)
+
+    Trainer(
+        model,
+        NextSymbol(batches),
+        TrainConfig(steps=steps, clip=clip, log_every=steps),
+        hooks=[] if watch is None else [_Watch(watch)],
+        optimizers=optimizers,
+        schedule=lambda progress, step: _schedule(step, steps, warmup, cosine),
+    ).train()
 
 
 @torch.no_grad()

@@ -9,7 +9,8 @@ from torch import Tensor, nn
 from moesaic.data.packing import Batch
 from moesaic.experts import FFNExperts
 from moesaic.training import TrainConfig, Trainer
-from moesaic.training.objective import auxiliary_terms, causal_lm, step_loss
+from moesaic.training.causal_lm import causal_lm_loss
+from moesaic.training.task import auxiliary_terms, step_loss
 from tests.training import standin
 
 
@@ -17,7 +18,7 @@ def gradients(model: nn.Module, batches: list[Batch], lm: float = 1.0, aux: floa
     model.zero_grad(set_to_none=True)
     targets = sum(batch.num_targets for batch in batches)
     for batch in batches:
-        step_loss(causal_lm(model, batch), batch, targets, lm, aux).backward()
+        step_loss(causal_lm_loss(model, batch), batch.num_targets, targets, lm, aux).backward()
     return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
@@ -69,7 +70,7 @@ def test_the_balance_gradient_reaches_the_router_and_is_linear_in_its_coefficien
 @pytest.mark.parametrize("aux", [0.0, 1.0, 2.0])
 def test_through_the_trainer_the_factor_scales_the_router_gradient(aux):
     model = standin.model(coefficient=0.01)
-    config = TrainConfig(steps=1, batch=4, length=16, lm=0.0, aux=aux, clip=None)
+    config = TrainConfig(steps=1, batch=4, length=16, main=0.0, aux=aux, clip=None)
     trainer = Trainer(model, standin.data(), config)
     seen = []
     trainer.state.optimizers.step = lambda: seen.append(model.blocks[0].ffn.router.weight_ED.grad)
@@ -81,11 +82,11 @@ def test_through_the_trainer_the_factor_scales_the_router_gradient(aux):
 
 def test_losses_are_summed_per_layer_and_named():
     model, batch = standin.model(coefficient=0.5), standin.data().train.batch(0, 4, 16)
-    loss = causal_lm(model, batch)
+    loss = causal_lm_loss(model, batch)
     assert len(loss.routings) == 2
     terms = auxiliary_terms(loss.routings)
     assert terms["balance"].item() == pytest.approx(loss.aux.item())
-    assert causal_lm(standin.model(layers=("dense",)), batch).aux is None
+    assert causal_lm_loss(standin.model(layers=("dense",)), batch).aux is None
 
 
 def test_targets_that_do_not_count_and_padding():
@@ -94,7 +95,9 @@ def test_targets_that_do_not_count_and_padding():
     targets = torch.cat([batch.targets_BS, torch.full((2, 4), -100)], 1)
     mask = torch.cat([torch.ones(2, 16), torch.zeros(2, 4)], 1).bool()
     padded = Batch(inputs, targets, mask, 32)
-    assert causal_lm(model, padded).lm_sum.item() == pytest.approx(causal_lm(model, batch).lm_sum.item(), rel=1e-5)
+    assert causal_lm_loss(model, padded).total.item() == pytest.approx(
+        causal_lm_loss(model, batch).total.item(), rel=1e-5
+    )
     assert isinstance(model.blocks[0].ffn.experts, FFNExperts)
 
 
@@ -104,7 +107,7 @@ def test_under_compile_the_gradient_reaches_the_router_or_the_run_says_it_went_e
     moved = []
     for compiled in (False, True):
         model = standin.model(coefficient=0.01)
-        config = TrainConfig(steps=1, batch=4, length=16, lm=0.0, clip=None, compile=compiled)
+        config = TrainConfig(steps=1, batch=4, length=16, main=0.0, clip=None, compile=compiled)
         trainer = Trainer(model, standin.data(), config)
         seen = []
         trainer.state.optimizers.step = lambda seen=seen, model=model: seen.append(

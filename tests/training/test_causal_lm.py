@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moesaic.training import evaluate_tokens
-from moesaic.training.evaluation import _batches
+from moesaic.training.causal_lm import _windows
 from tests.training import standin
 
 
@@ -20,7 +20,7 @@ def test_every_target_is_scored_once_in_order(count, length, data):
     size = data.draw(st.integers(1, 5))
     tokens = torch.arange(count)
     scored = []
-    for batch in _batches(tokens, length, stride, size):
+    for batch in _windows(tokens, length, stride, size):
         assert batch.inputs_BS.shape[1] <= length
         real = batch.targets_BS != -100
         assert torch.equal(batch.targets_BS[real], batch.inputs_BS[real] + 1)
@@ -39,10 +39,10 @@ def test_the_same_number_for_any_batch_size():
 def test_one_window_is_the_plain_loss_and_more_context_helps_or_not_but_counts_the_same():
     model, tokens = standin.model().eval(), standin.data().eval_tokens[:33]
     found = evaluate_tokens(model, tokens, length=32)
-    assert found.tokens == 32
+    assert found.count == 32
     assert found.loss == pytest.approx(standin.loss_of(model, tokens).item(), rel=1e-5)
     assert found.perplexity == pytest.approx(math.exp(found.loss))
-    assert evaluate_tokens(model, tokens, length=8, stride=4).tokens == 32
+    assert evaluate_tokens(model, tokens, length=8, stride=4).count == 32
 
 
 def test_perplexity_does_not_move_with_the_auxiliary_coefficient():
