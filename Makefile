@@ -5,7 +5,7 @@ PIP := $(BIN)/pip install -q -c constraints.txt
 WORKERS ?= 2
 SEEDS ?= 10
 
-.PHONY: help quickstart test test-repeat test-all lint format bench docs wheel clean
+.PHONY: help quickstart test test-repeat test-latest test-lowest test-all lint format bench docs wheel clean
 .DEFAULT_GOAL := help
 
 help:  ## list these verbs
@@ -33,6 +33,17 @@ test: .venv/dev  ## the tests that run in minutes
 test-repeat: .venv/dev  ## the suite under SEEDS seeds; after the first only tests that draw random numbers
 	$(BIN)/python tests/repeat_seeds.py --seeds $(SEEDS) --workers $(WORKERS)
 
+test-latest:  ## the suite with the newest versions that pyproject.toml allows (torch may be a CUDA build of 5 GB)
+	$(PYTHON) -m venv .venv-latest
+	.venv-latest/bin/pip install -q --upgrade --upgrade-strategy eager -e '.[dev,tabular]'
+	.venv-latest/bin/python -m pytest -n $(WORKERS)
+
+test-lowest:  ## the suite with the oldest versions that pyproject.toml allows
+	$(PYTHON) -m venv .venv-lowest
+	$(PYTHON) .ci/lowest.py > .venv-lowest/constraints.txt
+	.venv-lowest/bin/pip install -q -c .venv-lowest/constraints.txt -e '.[dev,tabular]'
+	.venv-lowest/bin/python -m pytest -n $(WORKERS)
+
 test-all: .venv/dev  ## every test, the slow ones too
 	$(BIN)/python -m pytest -n $(WORKERS) -m ''
 
@@ -58,4 +69,4 @@ wheel: .venv/dev  ## build the wheel and try it outside the tree
 	.ci/wheel $(BIN)/python
 
 clean:  ## remove what these verbs made
-	rm -rf .venv dist site .mypy_cache .ruff_cache .pytest_cache
+	rm -rf .venv .venv-latest .venv-lowest dist site .mypy_cache .ruff_cache .pytest_cache

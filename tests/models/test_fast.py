@@ -19,6 +19,8 @@ from moesaic.routing import Routing
 from tests.models.families import BEYOND, FAMILIES, build, run
 from tests.models.small import small_model
 
+FLOAT32_EXPERTS = ("beam", "openai_privacy_filter")  # their eager experts compute in float32 whatever the model's dtype
+
 
 @pytest.fixture(scope="module", params=[*FAMILIES, *BEYOND])
 def family(request: pytest.FixtureRequest) -> Iterator[tuple[str, nn.Module]]:
@@ -29,7 +31,7 @@ def family(request: pytest.FixtureRequest) -> Iterator[tuple[str, nn.Module]]:
 
 
 def gradients(model: nn.Module) -> dict[str, Tensor]:
-    model.zero_grad()
+    """Of a whole model, in float64: in float32 a parameter whose gradient cancels is mostly rounding."""
     run(model).square().mean().backward()
     found = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
     model.zero_grad()
@@ -46,9 +48,11 @@ def test_a_model_without_readable_experts_says_why() -> None:
 
 
 def test_logits_and_gradients_equal_eager(family: tuple[str, nn.Module], monkeypatch: pytest.MonkeyPatch) -> None:
-    _, model = family
+    name, model = family
     ran: list[int] = []
-    plain, before = run(model).detach(), gradients(model)
+    plain = run(model).detach()
+    double = copy.deepcopy(model).double()
+    before = gradients(double)
     fused = fast_forward.fused_ffn
     summed = fast_forward.plain_sum
     monkeypatch.setattr(fast_forward, "fused_ffn", lambda *a, **k: ran.append(1) or fused(*a, **k))
@@ -59,10 +63,12 @@ def test_logits_and_gradients_equal_eager(family: tuple[str, nn.Module], monkeyp
         ran.clear()
         assert torch.allclose(run(model).detach(), plain, atol=1e-5, rtol=1e-5)
         assert len(ran) >= len(moe_layers(model))
-        after = gradients(model)
+    with use_fast_experts(double):
+        after = gradients(double)
     assert before.keys() == after.keys()
+    bound = 1e-5 if name in FLOAT32_EXPERTS else 1e-9
     for key, value in before.items():
-        assert torch.allclose(after[key], value, atol=1e-4 * float(value.abs().max()) + 1e-9), key
+        assert torch.allclose(after[key], value, atol=bound * float(value.abs().max()) + 1e-12, rtol=bound), key
     ran.clear()
     assert torch.equal(run(model).detach(), plain)
     assert not ran

@@ -187,7 +187,7 @@ def test_recomputation_decides_and_counts_the_same(name: str) -> None:
         return call.choose(allowed_TE=allowed[None] | (torch.arange(len(real))[:, None] % 2 == 0))
 
     def gradients(checkpointing: bool) -> tuple[list[torch.Tensor], int]:
-        model = build(name).train()
+        model = build(name).double().train()
         if checkpointing:
             model.gradient_checkpointing_enable()
         with record_routing(model, hidden=True) as record, override_routing(model, route):
@@ -201,7 +201,7 @@ def test_recomputation_decides_and_counts_the_same(name: str) -> None:
     assert calls == calls_again == (3 if name == "qwen3_moe" else 2)
     assert len(plain) == len(again)
     for a, b in zip(plain, again, strict=True):
-        assert torch.allclose(a, b, atol=1e-6, rtol=1e-5)
+        assert torch.allclose(a, b, atol=1e-12, rtol=1e-12)
 
 
 def test_gradient_reaches_the_router_through_an_override(qwen: nn.Module) -> None:
