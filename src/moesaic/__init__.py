@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+import moesaic._start  # noqa: F401 - first: until the command line runs, Ctrl-C ends it with one line
 from moesaic._version import __version__
 from moesaic.models.registration import register_when_loaded
 

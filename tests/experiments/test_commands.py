@@ -1,4 +1,5 @@
 import json
+import sys
 import types
 from pathlib import Path
 from typing import Any
@@ -26,9 +27,7 @@ def call(capsys: Any, *arguments: str) -> tuple[int, str, str]:
 def toy_in_catalogue(monkeypatch: pytest.MonkeyPatch) -> None:
     method = catalog.Method("toy", "A Toy", "2601.00001", "routing", "a toy", ("routing:TopKRouter",), "toy_module")
     monkeypatch.setattr(catalog, "METHODS", (*catalog.METHODS, method))
-    real = run.importlib.import_module
-    module = types.SimpleNamespace(EXPERIMENT=toy())
-    monkeypatch.setattr(run.importlib, "import_module", lambda name: module if name == "toy_module" else real(name))
+    monkeypatch.setitem(sys.modules, "toy_module", types.SimpleNamespace(EXPERIMENT=toy()))
 
 
 def test_methods_lists_all_systems(capsys: Any, tmp_path: Path) -> None:
@@ -71,6 +70,37 @@ def test_reproduce_writes_prints_and_fills(capsys: Any, tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("toy_in_catalogue")
+def test_the_report_states_sizes_seeds_spread_and_time(capsys: Any, tmp_path: Path) -> None:
+    code, out, err = call(capsys, "reproduce", "toy", "--arm", "ours", "--seed", "0", "--results", str(tmp_path))
+    assert code == 0
+    assert "not measured" in out and "no rows of baseline" in out and "inconclusive" not in out
+    code, out, err = call(capsys, "reproduce", "toy", "--jobs", "1", "--results", str(tmp_path))
+    assert code == 0
+    for words in ("Size: the default (base 1.0, noise 0.01)", "Seeds: 0, 1, 2", "standard deviation", "This run took"):
+        assert words in out
+    assert "5 measurements to make, 1 stored; expected to take" in err
+    _, out, _ = call(capsys, "reproduce", "toy", "--json", "--results", str(tmp_path))
+    assert json.loads(out)["run_seconds"] >= 0
+
+
+@pytest.mark.usefixtures("toy_in_catalogue")
+def test_a_dry_run_lists_the_jobs_with_their_expected_seconds(capsys: Any, tmp_path: Path) -> None:
+    arguments = ("reproduce", "toy", "--dry-run", "--arm", "ours", "--jobs", "2", "--results", str(tmp_path))
+    code, out, _ = call(capsys, *arguments)
+    assert code == 0
+    assert "60.0 s  toy: ours, seed 2" in out
+    assert "3 measurements, 3 min 0 s of work; expected to take 1 min 30 s, 2 at once" in out
+    code, out, _ = call(capsys, *arguments, "--json")
+    plan = json.loads(out)
+    assert [job["seed"] for job in plan["jobs"]] == [0, 1, 2]
+    assert plan["expected_seconds"] == 90
+    code, out, _ = call(capsys, "reproduce", "--all", "--dry-run", "--results", str(tmp_path))
+    assert code == 0
+    assert out.index("star-routing: ") < out.index("dtop-p: ") < out.index("toy: ours")  # cheapest first
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.usefixtures("toy_in_catalogue")
 def test_a_quick_run_writes_nothing(capsys: Any, tmp_path: Path) -> None:
     results = tmp_path / "results"
     code, out, _ = call(capsys, "reproduce", "toy", "--quick", "--results", str(results))
@@ -91,6 +121,15 @@ def test_a_quick_run_writes_nothing(capsys: Any, tmp_path: Path) -> None:
         (("reproduce", "toy", "--quick", "--seeds", "2"), "--quick runs each arm once"),
         (("reproduce", "toy", "--arm", "nobody"), "no arm 'nobody'"),
         (("reproduce", "toy", "--seeds", "0"), "seeds must be at least 1"),
+        (("reproduce", "toy", "--seeds", "2", "--seed", "1"), "not both"),
+        (("reproduce", "toy", "--seed", "-1"), "seed must be at least 0, got -1"),
+        (("reproduce", "toy", "--size", "huge"), "size must be one of"),
+        (("reproduce", "toy", "--dataset", "a"), "no such axis"),
+        (("reproduce", "toy", "--budget", "soon"), "budget must be a time such as 2h"),
+        (("reproduce", "toy", "--jobs", "0"), "--jobs must be at least 1"),
+        (("reproduce",), "give --all"),
+        (("reproduce", "toy", "--all"), "leave out toy"),
+        (("reproduce", "--all", "--arm", "ours", "--seed", "1"), "leave out --seed, --arm"),
         (("methods", "--table", "toy"), "does not exist"),
         (("methods", "--table", "nothing"), "slug must be one of"),
     ],

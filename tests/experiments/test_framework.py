@@ -31,7 +31,7 @@ def test_rows_summary_and_verdict_are_stored(tmp_path: Path) -> None:
     assert document["cpu"]
     assert document["command"] == "moesaic reproduce toy"
     assert (tmp_path / "toy.png").read_bytes().startswith(b"\x89PNG")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["toy.json", "toy.png"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["toy.json", "toy.narrow.png", "toy.png"]
 
 
 def test_workers_measure_the_same_as_this_process(tmp_path: Path) -> None:
@@ -177,7 +177,7 @@ def test_the_standard_error_is_that_of_paired_differences() -> None:
         ([-0.3, -0.31, -0.29], "met"),
         ([0.3, 0.31, 0.29], "not met"),
         ([-0.3, 0.31, -0.05], "inconclusive"),  # the spread swamps it
-        ([-0.3], "inconclusive"),  # one seed proves nothing
+        ([-0.3], "not measured"),  # one seed proves nothing: its spread is not known
         ([0.0, 0.0], "not met"),  # equal is not below
     ],
 )
@@ -189,13 +189,16 @@ def test_a_deterministic_experiment_is_judged_on_one_row() -> None:
     assert judge(DIFFERENCE, paired([-0.3]), deterministic=True)["status"] == "met"
 
 
-def test_seeds_without_all_arms_are_left_out_and_none_is_inconclusive() -> None:
+def test_seeds_without_all_arms_are_left_out_and_none_is_not_measured() -> None:
     rows = paired([-0.3, -0.31, -0.29])
     del rows[1]["b"]
     assert set(judge(DIFFERENCE, rows)["per_seed"]) == {"0", "2"}
     found = judge(DIFFERENCE, {0: {"a": {"x": 1.0}}})
     assert found["value"] is None
-    assert found["status"] == "inconclusive"
+    assert (found["status"], found["reason"]) == ("not measured", "no rows of b")
+    assert judge(DIFFERENCE, {})["reason"] == "no rows of a, b"
+    halves = {0: {"a": {"x": 1.0}}, 1: {"b": {"x": 1.0}}}
+    assert judge(DIFFERENCE, halves)["reason"] == "no seed has all of a, b"
 
 
 def test_bad_criteria_and_metrics_are_refused() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -35,3 +37,19 @@ def toy(**changes: Any) -> Experiment:
         "quick": {"base": 2.0},
     }
     return Experiment(**{**fields, **changes})
+
+
+def places(settings: Mapping[str, Any], seed: int) -> Outcome:
+    """On data set b the loss is 1 higher."""
+    outcome = measure(settings, seed)
+    return Outcome({"loss": outcome.metrics["loss"] + (settings["dataset"] == "b")}, outcome.curves)
+
+
+def sleepy(settings: Mapping[str, Any], seed: int) -> Outcome:
+    """Waits, fails or dies as its arm says."""
+    time.sleep(settings.get("seconds", 0.0))
+    if settings.get("fails"):
+        raise RuntimeError("failed as told")
+    if settings.get("dies"):
+        os._exit(9)
+    return measure(settings, seed)

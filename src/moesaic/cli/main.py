@@ -1,22 +1,14 @@
-"""The command line: one file a command, one place for errors and exit codes.
+"""Where the command line starts. Nothing heavy is imported before Ctrl-C has its meaning.
 
 Exit codes: 0 done, 1 failed (a full disk, a diverged run), 2 bad input, 130 interrupted.
 """
 
 from __future__ import annotations
 
-import importlib
-import logging
-import os
 import sys
 from collections.abc import Sequence
-from typing import Annotated
 
-import typer
-from typer.main import get_command
-
-from moesaic._version import __version__
-from moesaic.cli.common import BAD_INPUT, FAILED, INTERRUPTED
+from moesaic._start import leave_on_ctrl_c
 
 # Command -> module:function. Command modules import torch and transformers inside their function, so that
 # `moesaic --version` and `--help` answer at once.
@@ -30,75 +22,29 @@ COMMANDS = {
     "train": "moesaic.cli.train:train",
 }
 
-app = typer.Typer(
-    name="moesaic",
-    help="Mixture-of-Experts models as parts that combine. Every command takes --help, --json and --debug.",
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-    rich_markup_mode=None,
-)
-
-
-def _version(show: bool) -> None:
-    if show:
-        typer.echo(f"moesaic {__version__}")
-        raise typer.Exit
-
-
-@app.callback()
-def _root(
-    version: Annotated[
-        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
-    ] = False,
-) -> None:
-    """Mixture-of-Experts models as parts that combine."""
-
-
-for _name, _target in COMMANDS.items():
-    _module, _, _function = _target.partition(":")
-    app.command(_name)(getattr(importlib.import_module(_module), _function))
-
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the command line and leave with its exit code.
 
     Args:
-        argv: arguments without the program's name; those of the process by default.
+        argv: arguments without the program's name. By default those of the process, which then is the command line's
+            own: Ctrl-C ends it with one line and exit code 130 at every moment.
     """
-    args = list(sys.argv[1:] if argv is None else argv)
-    debug = "--debug" in args or os.environ.get("MOESAIC_DEBUG") == "1"
-    args = [arg for arg in args if arg != "--debug"]
-    if not sys.stderr.isatty():
-        os.environ.setdefault("TQDM_DISABLE", "1")  # bars of other libraries; nobody watches
-    logging.basicConfig(
-        stream=sys.stderr, level=logging.DEBUG if debug else logging.WARNING, format="%(levelname)s %(message)s"
-    )
+    if argv is not None:
+        from moesaic.cli.app import run
+
+        run(argv)
+        return
+    leave_on_ctrl_c()
+    from moesaic.cli.app import run
+    from moesaic.cli.interrupts import interrupt_carefully
+
+    interrupt_carefully()
     try:
-        get_command(app)(args, prog_name="moesaic")
-    except KeyboardInterrupt:
-        _leave("interrupted", INTERRUPTED)
-    except Exception as error:
-        if debug:
-            raise
-        _leave(_one_line(error), exit_code_of(error))
-
-
-def exit_code_of(error: BaseException) -> int:
-    """Exit code for an error that reached the top: bad input or failure."""
-    bad_input = (ValueError, TypeError, KeyError, ImportError, FileNotFoundError, IsADirectoryError, NotADirectoryError)
-    return BAD_INPUT if isinstance(error, bad_input) else FAILED
-
-
-def _one_line(error: BaseException) -> str:
-    text = " ".join(str(error).split()) or type(error).__name__
-    known = isinstance(error, (ValueError, OSError, ImportError, RuntimeError))
-    return text if known else f"{type(error).__name__}: {text} (run with --debug for the traceback)"
-
-
-def _leave(message: str, code: int) -> None:
-    sys.stderr.write(f"moesaic: {message}\n")
-    raise SystemExit(code)
+        run(sys.argv[1:])
+    finally:
+        leave_on_ctrl_c()
+        sys.stdout.flush()
 
 
 if __name__ == "__main__":

@@ -92,9 +92,21 @@ def _print_table(slug: str, results: Path, json_output: bool) -> None:
 
 def _fill(pages: list[Path], results: Path, json_output: bool) -> None:
     from moesaic.experiments.store import read_results
-    from moesaic.experiments.tables import fill_page
+    from moesaic.experiments.tables import fill_page, slugs_of
 
     documents = {path.stem: read_results(path) for path in sorted(results.glob("*.json"))}
     changed = [str(page) for page in pages if fill_page(page, documents)]
-    emit({"pages": [str(page) for page in pages], "changed": changed}, json_output)
-    stderr_console().print(f"{len(pages)} page(s) read, {len(changed)} changed", markup=False)
+    shown = sorted({slug for page in pages for slug in slugs_of(page.read_text(encoding="utf-8"))})
+    plots = [str(path) for slug in shown for path in _draw(documents[slug], results)]
+    emit({"pages": [str(page) for page in pages], "changed": changed, "plots": plots}, json_output)
+    stderr_console().print(f"{len(pages)} page(s) read, {len(changed)} changed, {len(plots)} plots drawn", markup=False)
+
+
+def _draw(document: dict[str, Any], results: Path) -> list[Path]:
+    """Both pictures of a results file, from its rows."""
+    from moesaic.experiments.plots import draw
+    from moesaic.experiments.run import load_experiment
+    from moesaic.experiments.store import row_of
+
+    experiment = load_experiment(document["slug"]).at(document.get("size"))
+    return draw(experiment, [row_of(stored) for stored in document["rows"]], results)

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from moesaic.experiments.base import Arm, Experiment, Metric, Outcome, Row
-from moesaic.experiments.plots import COLOURS, figure, save
+from moesaic.experiments.base import Arm, Experiment, Metric, Outcome, Row, Size
+from moesaic.experiments.plots import COLOURS, figure, legend, save
 from moesaic.experiments.tasks.characters import Characters
 from moesaic.experiments.tasks.toy_lm import ToyLM, evaluate, train
 from moesaic.experiments.verdict import Criterion, Means
@@ -123,17 +123,18 @@ def plot(rows: Sequence[Row], path: Path) -> None:
         axes[3].plot(
             [row.metrics["eval_active"] for row in mine], [row.metrics["loss"] for row in mine], "o", color=colour
         )
+    axes[2].set_xticks(range(1, 1 + max(len(row.curves["layers"]) for row in rows)))
     for panel in (axes[0], axes[2]):
         panel.axhline(TARGET, color="black", linewidth=0.6, linestyle=":")
     for panel, across, up in zip(
         axes,
         ("share of training", "share of training", "layer", "experts a token, evaluation"),
-        ("experts a token", "threshold p", "experts a token, second half", "validation loss (nats a character)"),
+        ("experts a token", "threshold p", "experts a token, second half", "validation loss (nats/char)"),
         strict=True,
     ):
         panel.set_xlabel(across)
         panel.set_ylabel(up)
-    axes[0].legend(fontsize=7, frameon=False)
+    legend(drawn, axes[0])
     save(drawn, path)
 
 
@@ -246,5 +247,7 @@ EXPERIMENT = Experiment(
     ),
     measure=measure,
     plot=plot,
+    seconds=45.0,
+    sizes={"large": Size({"steps": 5000, "warmup": 500}, seconds=450.0)},
     quick={"steps": 40, "warmup": 5, "windows": 64},
 )

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from moesaic.data.tables import OneClassSplit, load_table, one_class_split
 from moesaic.experiments.base import Arm, Experiment, Metric, Outcome, Row
-from moesaic.experiments.plots import COLOURS, figure, save
+from moesaic.experiments.plots import COLOURS, figure, legend, save
 from moesaic.experiments.verdict import Criterion, Means
 
 Vector = NDArray[np.float64]
@@ -170,7 +170,7 @@ def per_table_markdown(document: Mapping[str, Any], arms: Sequence[str] | None =
 def plot(rows: Sequence[Row], path: Path) -> None:
     """Means of all arms, and AUROC table by table for ours and the classic detectors."""
     names = list(dict.fromkeys(row.arm for row in rows))
-    drawn, (left, right) = figure(2, width=6.2, height=5.6)
+    drawn, (left, right) = figure(2, height=5.2)
     for index, name in enumerate(names):
         mine = [row for row in rows if row.arm == name]
         for metric, marker, colour in (("auroc", "o", COLOURS[0]), ("auprc", "s", COLOURS[1])):
@@ -178,7 +178,7 @@ def plot(rows: Sequence[Row], path: Path) -> None:
             left.errorbar(np.mean(values), index, xerr=np.std(values), fmt=marker, color=colour, capsize=3)
     left.set_yticks(range(len(names)), names)
     left.invert_yaxis()
-    left.set_xlabel("mean over tables: AUROC (circles), AUPRC (squares)")
+    left.set_xlabel("AUROC (circles),\nAUPRC (squares)")
     shown = [name for name in (OURS, *CLASSIC) if name in names]
     order = np.argsort(np.mean([row.curves["auroc"] for row in rows if row.arm == shown[0]], axis=0))
     labels = [TARGETS[i] for i in order] if len(order) == len(TARGETS) else [str(i) for i in order]
@@ -188,7 +188,7 @@ def plot(rows: Sequence[Row], path: Path) -> None:
     right.set_yticks(range(len(labels)), labels)
     right.axvline(0.5, color="black", linewidth=0.6, linestyle=":")
     right.set_xlabel("AUROC")
-    right.legend(fontsize=8, frameon=False)
+    legend(drawn, right)
     save(drawn, path)
 
 

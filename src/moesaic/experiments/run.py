@@ -1,21 +1,17 @@
-"""Run an experiment: every arm with every seed that is not stored yet, one process a core."""
+"""Run experiments: every measurement that is not stored yet, one process a core, each row written at once."""
 
 from __future__ import annotations
 
 import importlib
-import multiprocessing
-import os
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from moesaic.catalog import find
-from moesaic.experiments.base import Arm, Experiment, Measure, Outcome, Row
-from moesaic.experiments.plots import plot_means
+from moesaic import catalog
+from moesaic.experiments import pool
+from moesaic.experiments.base import Arm, Experiment, Outcome, Row
+from moesaic.experiments.plots import draw
+from moesaic.experiments.schedule import Job, Queue, clock, missing_jobs, wall_seconds
 from moesaic.experiments.store import ResultsFile
 
 Progress = Callable[[str], None]
@@ -27,7 +23,7 @@ def load_experiment(slug: str) -> Experiment:
     Raises:
         ValueError: no such system, or one without an experiment yet.
     """
-    method = find(slug)
+    method = catalog.find(slug)
     if method.experiment is None:
         raise ValueError(
             f"{slug} has no experiment yet (status {method.status}); `moesaic methods` lists those that have"
@@ -41,19 +37,27 @@ def reproduce(
     folder: Path,
     *,
     seeds: int | None = None,
+    only_seeds: Sequence[int] = (),
     arms: Sequence[str] | None = None,
+    datasets: Sequence[str] | None = None,
     jobs: int | None = None,
+    budget: float | None = None,
     command: str = "",
     progress: Progress = lambda line: None,
 ) -> dict[str, Any]:
-    """Measure what is not stored yet, then compute table, plot and verdict.
+    """Measure what is not stored yet, then compute table, plots and verdict.
+
+    It can be stopped at any time: each row is written as it is measured, and the same call goes on from there.
 
     Args:
         experiment: what to run.
-        folder: where ``SLUG.json`` and ``SLUG.png`` go.
+        folder: where ``SLUG.json``, ``SLUG.png`` and ``SLUG.narrow.png`` go.
         seeds: how many of the experiment's seeds, or more (counted on from its last); all of its own by default.
+        only_seeds: these seeds instead.
         arms: names of the arms to run; all by default.
+        datasets: names of the data sets to run; all by default.
         jobs: processes at once; one a core by default.
+        budget: seconds; no measurement starts that is not expected to end in time.
         command: what is stored as the way to repeat this.
         progress: called with a line of text after each measurement.
 
@@ -61,93 +65,205 @@ def reproduce(
         The document of the results file.
 
     Raises:
-        ValueError: unknown arms, seeds or jobs below 1, rows of another configuration, a result that is not finite.
+        ValueError: unknown arms or data sets, seeds or jobs below 1, rows of another configuration, a result that is
+            not finite. An error of a measurement, once those that ran beside it are stored.
     """
-    wanted = [experiment.arm(name) for name in arms] if arms else list(experiment.arms)
     results = ResultsFile(experiment, folder)
-    todo = [(arm, seed) for seed in _seeds(experiment, seeds) for arm in wanted if not results.has(arm, seed)]
-    progress(f"{experiment.slug}: {len(todo)} measurements to make, {len(results.rows)} stored")
-    for count, (arm, seed, outcome, seconds) in enumerate(_measure_all(experiment, todo, jobs), 1):
-        results.add(arm, seed, outcome, seconds, command)
-        progress(f"[{count}/{len(todo)}] {arm.name}, seed {seed}: {_brief(experiment, outcome)} ({seconds:.0f} s)")
+    queue = Queue(
+        missing_jobs(results, _seeds(experiment, seeds, only_seeds), arms=arms or (), datasets=datasets or ()), budget
+    )
+    progress(
+        f"{experiment.name}: {len(queue.left)} measurements to make, {len(results.rows)} stored{_expected(queue, jobs)}"
+    )
+    failed = _work(queue, {experiment.slug: results}, {experiment.slug: command}, jobs, progress, keep_going=False)
+    if failed:
+        raise failed[0][1]
+    if queue.left:
+        progress(f"{len(queue.left)} measurements do not fit into the budget; the same command goes on with them")
     results.write()
-    draw(experiment, results.rows, folder / f"{experiment.slug}.png")
+    draw(experiment, results.rows, folder)
     return results.document()
 
 
+def reproduce_all(
+    folder: Path,
+    *,
+    jobs: int | None = None,
+    budget: float | None = None,
+    dry_run: bool = False,
+    progress: Progress = lambda line: None,
+) -> dict[str, Any]:
+    """The missing rows of every system of the catalogue that has an experiment, cheapest first.
+
+    A measurement that fails takes the rest of its arm out and nothing else.
+
+    Args:
+        folder: where the results files are.
+        jobs: processes at once; one a core by default.
+        budget: seconds; no measurement starts that is not expected to end in time.
+        dry_run: only say what would be run.
+        progress: called with a line of text after each measurement.
+
+    Returns:
+        ``systems`` (slug, stored, missing, counts of the verdict), ``failed``, ``not_started``, ``seconds``; in a dry
+        run ``jobs`` in the order of the run and ``expected_seconds``.
+    """
+    files: dict[str, ResultsFile] = {}
+    found: list[Job] = []
+    failed: list[dict[str, Any]] = []
+    for method in catalog.METHODS:
+        if method.experiment is None:
+            continue
+        try:
+            results = ResultsFile(load_experiment(method.slug), folder)
+            found += missing_jobs(results, results.experiment.seeds)
+        except (ValueError, ImportError) as error:
+            failed.append({"slug": method.slug, "arm": None, "error": str(error)})
+            progress(f"{method.slug}: {error}")
+        else:
+            files[method.slug] = results
+    queue = Queue(sorted(found, key=lambda job: job.seconds), budget)
+    progress(f"{len(found)} measurements missing in {len(files)} systems{_expected(queue, jobs)}")
+    if dry_run:
+        return plan(queue.left, jobs)
+    commands = {slug: f"moesaic reproduce {slug}" for slug in files}
+    for job, why in _work(queue, files, commands, jobs, progress, keep_going=True):
+        failed.append({"slug": job.experiment.slug, "arm": job.arm.name, "error": f"{type(why).__name__}: {why}"})
+    for slug in dict.fromkeys(job.experiment.slug for job in found):
+        files[slug].write()
+        draw(files[slug].experiment, files[slug].rows, folder)
+    if queue.left:
+        progress(f"{len(queue.left)} measurements do not fit into the budget; the same command goes on with them")
+    return {
+        "systems": [_state(results) for results in files.values()],
+        "failed": failed,
+        "not_started": len(queue.left),
+        "seconds": round(queue.elapsed, 1),
+    }
+
+
+def plan(todo: Sequence[Job], jobs: int | None = None) -> dict[str, Any]:
+    """What ``--dry-run`` prints: the jobs in order with their expected seconds, the sum, and the time on the clock."""
+    many = pool.cores() if jobs is None else jobs
+    return {
+        "jobs": [job.described() for job in todo],
+        "seconds": round(sum(job.seconds for job in todo), 1),
+        "at_once": many,
+        "expected_seconds": round(wall_seconds(todo, many), 1),
+    }
+
+
 def quick(experiment: Experiment, progress: Progress = lambda line: None) -> list[Row]:
-    """Every arm once, small, in this process; nothing is written and nothing is judged."""
+    """Every arm once, small, in this process, on the first data set; nothing is written and nothing is judged."""
     names = experiment.quick_arms or tuple(arm.name for arm in experiment.arms)
     rows = []
     for name in names:
         arm, seed = experiment.arm(name), experiment.seeds[0]
-        outcome, seconds = measure(experiment, arm, seed, quick=True)
+        outcome, seconds = measure(experiment, arm, seed, quick=True, dataset=experiment.axis[0])
         rows.append(Row(name, seed, "quick", seconds, outcome.metrics, outcome.curves))
         progress(f"{name}: {_brief(experiment, outcome)} ({seconds:.1f} s)")
     return rows
 
 
-def measure(experiment: Experiment, arm: Arm, seed: int, *, quick: bool = False) -> tuple[Outcome, float]:
+def measure(
+    experiment: Experiment, arm: Arm, seed: int, *, quick: bool = False, dataset: str | None = None
+) -> tuple[Outcome, float]:
     """One arm with one seed, with the experiment's number of threads; the outcome and the seconds it took."""
-    outcome, seconds = _timed(experiment.measure, experiment.settings_of(arm, quick), seed, experiment.threads)
+    settings = experiment.settings_of(arm, quick, dataset)
+    outcome, seconds = pool.timed(experiment.measure, settings, seed, experiment.threads)
     experiment.check_outcome(arm, seed, outcome)
     return outcome, seconds
 
 
-def draw(experiment: Experiment, rows: Sequence[Row], path: Path) -> None:
-    """Write the experiment's picture; nothing where there are no rows."""
-    if rows:
-        temporary = path.with_name(f".{os.getpid()}.{path.name}")
-        if experiment.plot is not None:
-            experiment.plot(rows, temporary)
-        else:
-            plot_means(experiment.metrics, rows, temporary)
-        temporary.replace(path)
+def wanted_jobs(
+    experiment: Experiment,
+    folder: Path,
+    *,
+    seeds: int | None = None,
+    only_seeds: Sequence[int] = (),
+    arms: Sequence[str] | None = None,
+    datasets: Sequence[str] | None = None,
+) -> list[Job]:
+    """What :func:`reproduce` with these arguments would run."""
+    results = ResultsFile(experiment, folder)
+    return missing_jobs(results, _seeds(experiment, seeds, only_seeds), arms=arms or (), datasets=datasets or ())
 
 
-def _seeds(experiment: Experiment, count: int | None) -> list[int]:
+def _work(
+    queue: Queue,
+    files: dict[str, ResultsFile],
+    commands: dict[str, str],
+    jobs: int | None,
+    progress: Progress,
+    *,
+    keep_going: bool,
+) -> list[tuple[Job, Exception]]:
+    """Run the queue and store each row; what failed. Without ``keep_going`` nothing starts after a failure."""
+    total, count, kept = len(queue.left), 0, 0
+    failed: list[tuple[Job, Exception]] = []
+    many = len({job.experiment.slug for job in queue.left}) > 1
+    try:
+        for job, outcome, seconds in pool.run_jobs(queue, jobs):
+            count += 1
+            where = f"[{count}/{total}] " + (f"{job.experiment.slug}: " if many else "")
+            try:
+                if isinstance(outcome, Exception):
+                    raise outcome
+                files[job.experiment.slug].add(
+                    job.arm, job.seed, outcome, seconds, commands[job.experiment.slug], job.dataset
+                )
+            except Exception as error:  # noqa: BLE001 - whatever a measurement raises is reported with its name
+                failed.append((job, error))
+                dropped = queue.drop(job) if keep_going else 0
+                count += dropped
+                if not keep_going:
+                    queue.left.clear()
+                others = f"; {dropped} more of this arm left out" if dropped else ""
+                progress(f"{where}{job} failed: {type(error).__name__}: {error}{others}")
+            else:
+                kept += 1
+                queue.done(job, seconds)
+                progress(f"{where}{job}: {_brief(job.experiment, outcome)} ({seconds:.0f} s)")
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt(f"{kept} new rows are stored; the same command goes on from there") from None
+    return failed
+
+
+def _expected(queue: Queue, jobs: int | None) -> str:
+    if not queue.left:
+        return ""
+    many = pool.cores() if jobs is None else max(jobs, 1)
+    return f"; expected to take {clock(wall_seconds(queue.left, many))}, {many} at once"
+
+
+def _state(results: ResultsFile) -> dict[str, Any]:
+    counts: dict[str, int] = {}
+    for entry in results.document()["verdict"]:
+        counts[entry["status"]] = counts.get(entry["status"], 0) + 1
+    missing = missing_jobs(results, results.experiment.seeds)
+    return {
+        "slug": results.experiment.slug,
+        "stored": len(results.rows),
+        "missing": len(missing),
+        "seconds": round(sum(row.seconds for row in results.rows), 1),
+        "verdict": counts,
+    }
+
+
+def _seeds(experiment: Experiment, count: int | None, only: Sequence[int]) -> list[int]:
     own = list(experiment.seeds)
+    if only:
+        if count is not None:
+            raise ValueError("give a number of seeds or the seeds themselves, not both")
+        for seed in only:
+            if seed < 0:
+                raise ValueError(f"seed must be at least 0, got {seed}")
+        return list(dict.fromkeys(only))
     if count is None:
         return own
     if count < 1:
         raise ValueError(f"seeds must be at least 1, got {count}")
     return (own + list(range(max(own) + 1, max(own) + 1 + count)))[:count]
-
-
-def _measure_all(
-    experiment: Experiment, todo: Sequence[tuple[Arm, int]], jobs: int | None
-) -> Iterator[tuple[Arm, int, Outcome, float]]:
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
-    jobs = max(1, cores // experiment.threads) if jobs is None else jobs
-    if jobs < 1:
-        raise ValueError(f"jobs must be at least 1, got {jobs}")
-    if jobs == 1 or len(todo) < 2:
-        for arm, seed in todo:
-            yield arm, seed, *measure(experiment, arm, seed)
-        return
-    # spawn: a fork of a process that runs torch threads can hang.
-    with ProcessPoolExecutor(min(jobs, len(todo)), multiprocessing.get_context("spawn")) as pool:
-        futures = {
-            pool.submit(_timed, experiment.measure, experiment.settings_of(arm), seed, experiment.threads): (arm, seed)
-            for arm, seed in todo
-        }
-        try:
-            for future in as_completed(futures):
-                yield *futures[future], *future.result()
-        except BaseException:
-            pool.shutdown(wait=False, cancel_futures=True)
-            raise
-
-
-def _timed(function: Measure, settings: Mapping[str, Any], seed: int, threads: int) -> tuple[Outcome, float]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
-        start = time.perf_counter()
-        outcome = function(settings, seed)
-        return outcome, time.perf_counter() - start
-    finally:
-        torch.set_num_threads(before)
 
 
 def _brief(experiment: Experiment, outcome: Outcome) -> str:

@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from moesaic.analysis.assignment import routing_metrics
-from moesaic.experiments.base import Arm, Experiment, Metric, Outcome, Row, summarise
-from moesaic.experiments.plots import COLOURS, figure, save
+from moesaic.experiments.base import Arm, Experiment, Metric, Outcome, Row, Size, summarise
+from moesaic.experiments.plots import COLOURS, figure, legend, save
 from moesaic.experiments.tasks.hmm import HMMMixture
 from moesaic.experiments.tasks.toy_lm import ToyLM, evaluate, train
 from moesaic.experiments.verdict import Criterion, Means
@@ -187,13 +187,13 @@ def plot(rows: Sequence[Row], path: Path) -> None:
         panel.set_xticks(COUNTS)
         panel.set_xlabel("experts K")
         panel.set_ylabel(label)
-    axes[0].legend(fontsize=7, frameon=False)
     for index, router in enumerate(ROUTERS):
         loads = [sorted(row.curves["load"], reverse=True) for row in rows if row.arm == arm_name(router, COUNTS[-1])]
         if loads:
             axes[2].plot(np.mean(loads, axis=0), color=COLOURS[index])
     axes[2].set_xlabel(f"expert, by load (K = {COUNTS[-1]})")
     axes[2].set_ylabel("share of assignments")
+    legend(drawn, axes[0])
     save(drawn, path)
 
 
@@ -320,6 +320,8 @@ EXPERIMENT = Experiment(
     criteria=tuple(criterion for count in COUNTS for criterion in _criteria(count)),
     measure=measure,
     plot=plot,
+    seconds=10.0,
+    sizes={"large": Size({"steps": 3000, "held_out": 5120}, seconds=100.0)},
     quick={"steps": 40, "held_out": 320},
     quick_arms=tuple(arm_name(router, COUNTS[0]) for router in ROUTERS),
 )

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from moesaic.analysis.machine import machine_facts
-from moesaic.experiments.base import Arm, Experiment, Outcome, Row, summarise
+from moesaic.experiments.base import Arm, Experiment, Outcome, Row, averages, summarise, summarise_each
 from moesaic.experiments.verdict import judge
 from moesaic.formats.atomic import atomic_file
 
@@ -19,11 +19,11 @@ SCHEMA = 1
 
 
 class ResultsFile:
-    """The stored rows of one experiment; the layout is written down in ``docs/results-schema.md``.
+    """The stored rows of one experiment at one size; the layout is written down in ``docs/results-schema.md``.
 
     Args:
         experiment: whose rows.
-        folder: where ``SLUG.json`` lies or will lie.
+        folder: where ``SLUG.json`` (``SLUG.SIZE.json`` at another size) lies or will lie.
 
     Raises:
         ValueError: the file is of another schema or system, is no JSON, or holds rows of another configuration.
@@ -31,21 +31,24 @@ class ResultsFile:
 
     def __init__(self, experiment: Experiment, folder: Path) -> None:
         self.experiment = experiment
-        self.path = folder / f"{experiment.slug}.json"
+        self.path = folder / f"{experiment.name}.json"
         self._rows: list[dict[str, Any]] = []
         if self.path.exists():
             self._rows = self._checked(read_results(self.path))
 
     @property
     def rows(self) -> list[Row]:
-        """Stored rows, by arm in the experiment's order, then by seed."""
+        """Stored rows, by arm and data set in the experiment's order, then by seed."""
         return [row_of(stored) for stored in self._rows]
 
-    def has(self, arm: Arm, seed: int) -> bool:
+    def has(self, arm: Arm, seed: int, dataset: str | None = None) -> bool:
         """Whether this measurement is stored."""
-        return any(row["arm"] == arm.name and row["seed"] == seed for row in self._rows)
+        wanted = (arm.name, seed, dataset)
+        return any((row["arm"], row["seed"], row.get("dataset")) == wanted for row in self._rows)
 
-    def add(self, arm: Arm, seed: int, outcome: Outcome, seconds: float, command: str) -> None:
+    def add(
+        self, arm: Arm, seed: int, outcome: Outcome, seconds: float, command: str, dataset: str | None = None
+    ) -> None:
         """Store one measurement; the file is whole at every moment."""
         self.experiment.check_outcome(arm, seed, outcome)
         facts = machine_facts()
@@ -53,7 +56,8 @@ class ResultsFile:
             {
                 "arm": arm.name,
                 "seed": seed,
-                "fingerprint": self.experiment.fingerprint(arm),
+                **({} if dataset is None else {"dataset": dataset}),
+                "fingerprint": self.experiment.fingerprint(arm, dataset),
                 "seconds": round(seconds, 2),
                 "metrics": dict(outcome.metrics),
                 "curves": {name: [float(v) for v in values] for name, values in outcome.curves.items()},
@@ -65,8 +69,9 @@ class ResultsFile:
                 "threads": self.experiment.threads,
             }
         )
-        order = {a.name: index for index, a in enumerate(self.experiment.arms)}
-        self._rows.sort(key=lambda row: (order[row["arm"]], row["seed"]))
+        arms = {a.name: index for index, a in enumerate(self.experiment.arms)}
+        datasets = {name: index for index, name in enumerate(self.experiment.axis)}
+        self._rows.sort(key=lambda row: (arms[row["arm"]], datasets[row.get("dataset")], row["seed"]))
         self.write()
 
     def write(self) -> None:
@@ -80,14 +85,17 @@ class ResultsFile:
         return {
             "schema": SCHEMA,
             "slug": experiment.slug,
+            **({} if experiment.size is None else {"size": experiment.size}),
             "claim": experiment.claim,
             "verdict": verdict(experiment, self.rows),
-            "summary": summarise(self.rows),
+            "summary": summarise(self.rows, experiment.datasets),
+            **({"by_dataset": summarise_each(self.rows)} if experiment.datasets else {}),
             "seconds": round(sum(row["seconds"] for row in self._rows), 1),
             **{key: last.get(key) for key in ("command", "commit", "versions", "cpu", "cpu_flags", "threads")},
             "version": experiment.version,
             "settings": dict(experiment.settings),
             "arms": [{"name": arm.name, "settings": dict(arm.settings)} for arm in experiment.arms],
+            **({"datasets": list(experiment.datasets)} if experiment.datasets else {}),
             "metrics": [dataclasses.asdict(metric) for metric in experiment.metrics],
             "rows": self._rows,
         }
@@ -97,12 +105,18 @@ class ResultsFile:
         if stored["slug"] != experiment.slug:
             raise ValueError(f"{self.path} holds results of {stored['slug']!r}, not of {experiment.slug!r}")
         rows: list[dict[str, Any]] = list(stored["rows"])
-        known = {arm.name: experiment.fingerprint(arm) for arm in experiment.arms}
+        if stored.get("size") != experiment.size:
+            raise ValueError(
+                f"{self.path} holds size {stored.get('size')!r} of {experiment.slug}, not {experiment.size!r}"
+            )
+        known = {(a.name, name): experiment.fingerprint(a, name) for a in experiment.arms for name in experiment.axis}
         for row in rows:
-            if known.get(row["arm"]) != row["fingerprint"]:
+            expected = known.get((row["arm"], row.get("dataset")))
+            if expected != row["fingerprint"]:
+                where = f", data set {row['dataset']!r}" if "dataset" in row else ""
                 raise ValueError(
-                    f"{self.path} holds rows of another configuration: arm {row['arm']!r}, seed {row['seed']} has"
-                    f" fingerprint {row['fingerprint']}, the experiment now says {known.get(row['arm'], 'no such arm')}"
+                    f"{self.path} holds rows of another configuration: arm {row['arm']!r}, seed {row['seed']}{where}"
+                    f" has fingerprint {row['fingerprint']}, the experiment now says {expected or 'no such arm'}"
                     f"{_differences(stored, experiment, row['arm'])}; move the file away or give another --results"
                 )
         return rows
@@ -127,14 +141,13 @@ def read_results(path: Path) -> dict[str, Any]:
 
 def row_of(stored: Mapping[str, Any]) -> Row:
     """A row as the experiment's functions take it."""
-    return Row(**{name: stored[name] for name in ("arm", "seed", "fingerprint", "seconds", "metrics", "curves")})
+    names = ("arm", "seed", "fingerprint", "seconds", "metrics", "curves")
+    return Row(**{name: stored[name] for name in names}, dataset=stored.get("dataset"))
 
 
 def verdict(experiment: Experiment, rows: Sequence[Row]) -> list[dict[str, Any]]:
     """Every criterion judged on ``rows``."""
-    per_seed: dict[int, dict[str, Mapping[str, float]]] = {}
-    for row in rows:
-        per_seed.setdefault(row.seed, {})[row.arm] = row.metrics
+    per_seed = averages(rows, experiment.datasets)
     return [judge(criterion, per_seed, deterministic=experiment.deterministic) for criterion in experiment.criteria]
 
 

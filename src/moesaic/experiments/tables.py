@@ -7,11 +7,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from moesaic.experiments.base import Metric, summarise
+from moesaic.experiments.base import Metric, Summary, summarise, summarise_each
+from moesaic.experiments.schedule import clock
 from moesaic.experiments.store import row_of
 from moesaic.formats.atomic import atomic_file
 
-_BLOCK = re.compile(r"(<!-- results:(?P<slug>[\w-]+) -->\n).*?(<!-- end of results -->)", re.DOTALL)
+_BLOCK = re.compile(r"(<!-- results:(?P<slug>[\w.-]+) -->\n).*?(<!-- end of results -->)", re.DOTALL)
 
 
 def results_markdown(document: Mapping[str, Any]) -> str:
@@ -22,11 +23,15 @@ def results_markdown(document: Mapping[str, Any]) -> str:
     """
     metrics = [Metric(**entry) for entry in document["metrics"]]
     rows = [row_of(stored) for stored in document["rows"]]
-    parts = [means_table(metrics, summarise(rows)), "", verdict_table(document["verdict"]), "", provenance(document)]
+    datasets = document.get("datasets", [])
+    parts = [means_table(metrics, summarise(rows, datasets))]
+    if datasets:
+        parts += ["", datasets_table(metrics[0], summarise_each(rows))]
+    parts += ["", verdict_table(document["verdict"]), "", provenance(document)]
     return "\n".join(parts) + "\n"
 
 
-def means_table(metrics: Sequence[Metric], summary: Mapping[str, Mapping[str, Mapping[str, float]]]) -> str:
+def means_table(metrics: Sequence[Metric], summary: Summary) -> str:
     """Arms by metrics: ``mean ± sample standard deviation``."""
     arrows = {"lower": " ↓", "higher": " ↑", "": ""}
     lines = [
@@ -39,16 +44,26 @@ def means_table(metrics: Sequence[Metric], summary: Mapping[str, Mapping[str, Ma
     return "\n".join(lines)
 
 
+def datasets_table(metric: Metric, each: Mapping[str, Summary]) -> str:
+    """Arms by data sets for one metric, the experiment's first."""
+    arms = dict.fromkeys(arm for summary in each.values() for arm in summary)
+    lines = [f"| {metric.label} | " + " | ".join(each) + " |", "|---|" + "---|" * len(each)]
+    for arm in arms:
+        cells = [_cell(summary.get(arm, {}).get(metric.name), metric.digits) for summary in each.values()]
+        lines.append(f"| {arm} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
 def verdict_table(verdict: Sequence[Mapping[str, Any]]) -> str:
     """One line a criterion: statement, threshold, value with standard error, answer."""
     lines = ["| criterion | asked | value | answer |", "|---|---|---|---|"]
     for entry in verdict:
         asked, value = _asked_and_found(entry)
-        lines.append(f"| {entry['statement']} | {asked} | {value} | **{entry['status']}** |")
+        lines.append(f"| {entry['statement']} | {asked} | {value} | **{entry['status']}**{_reason(entry)} |")
     return "\n".join(lines)
 
 
-def plain_means(metrics: Sequence[Metric], summary: Mapping[str, Mapping[str, Mapping[str, float]]]) -> str:
+def plain_means(metrics: Sequence[Metric], summary: Summary) -> str:
     """The same for a terminal: short headings, explained below, and lines that are not folded."""
     arms = [[arm, *(_cell(entry.get(m.name), m.digits) for m in metrics)] for arm, entry in summary.items()]
     legend = [f"  {m.name}: {m.label}" + (f", {m.better} is better" if m.better else "") for m in metrics]
@@ -57,18 +72,35 @@ def plain_means(metrics: Sequence[Metric], summary: Mapping[str, Mapping[str, Ma
 
 def plain_verdict(verdict: Sequence[Mapping[str, Any]]) -> str:
     """One line a criterion for a terminal, the answer first."""
-    lines = [[entry["status"], *_asked_and_found(entry), entry["statement"]] for entry in verdict]
+    lines = [[entry["status"], *_asked_and_found(entry), entry["statement"] + _reason(entry)] for entry in verdict]
     return "\n".join(_aligned([["answer", "asked", "value", "criterion"], *lines]))
 
 
+def size_and_seeds(document: Mapping[str, Any]) -> list[str]:
+    """What was measured: the size with its settings, the seeds, the spread, the time; a sentence each."""
+    settings = [
+        f"{len(value)} {name}" if isinstance(value, (list, tuple)) else f"{name} {value}"
+        for name, value in document["settings"].items()
+        if value is not None
+    ]
+    seeds = sorted({row["seed"] for row in document["rows"]})
+    axis = document.get("datasets", [])
+    return [
+        f"Size: {document.get('size', 'the default')} ({', '.join(settings)}).",
+        *([f"Data sets: {', '.join(axis)}; the first table holds averages over them."] if axis else []),
+        f"Seeds: {', '.join(map(str, seeds)) or 'none yet'}.",
+        f"Time: {clock(document['seconds'])} of measurement, {document['threads']} thread(s) each.",
+    ]
+
+
 def provenance(document: Mapping[str, Any]) -> str:
-    """One line: command, commit, versions, CPU, seconds."""
+    """Size, seeds and time; command, commit, versions and CPU; what the spread is."""
     versions = document["versions"] or {}
     return (
+        " ".join(size_and_seeds(document)) + "\n\n"
         f"Measured by `{document['command']}` at commit {(document['commit'] or 'unknown')[:12]},"
-        f" torch {versions.get('torch')}, {document['cpu']} ({' '.join(document['cpu_flags'] or [])}),"
-        f" {document['threads']} thread(s) a measurement, {document['seconds']:.0f} s in all."
-        " First table: mean ± standard deviation over seeds; second: value ± standard error."
+        f" torch {versions.get('torch')}, {document['cpu']} ({' '.join(document['cpu_flags'] or [])})."
+        " Arms: mean ± standard deviation over seeds; criteria: value ± standard error."
     )
 
 
@@ -94,6 +126,11 @@ def fill_blocks(page: str, documents: Mapping[str, Mapping[str, Any]]) -> str:
     return _BLOCK.sub(fill, page)
 
 
+def slugs_of(page: str) -> list[str]:
+    """Names of the results whose blocks are in ``page``."""
+    return [match["slug"] for match in _BLOCK.finditer(page)]
+
+
 def fill_page(path: Path, documents: Mapping[str, Mapping[str, Any]]) -> bool:
     """Fill the blocks of a page on disk; whether it changed."""
     before = path.read_text(encoding="utf-8")
@@ -109,6 +146,10 @@ def _cell(entry: Mapping[str, float] | None, digits: int) -> str:
         return "–"
     spread = f" ± {entry['std']:.{digits}f}" if entry["seeds"] > 1 else ""
     return f"{entry['mean']:.{digits}f}{spread}"
+
+
+def _reason(entry: Mapping[str, Any]) -> str:
+    return f" ({entry['reason']})" if entry.get("reason") else ""
 
 
 def _asked_and_found(entry: Mapping[str, Any]) -> tuple[str, str]:

@@ -15,7 +15,7 @@ COMPARISONS: Mapping[str, Callable[[float, float], bool]] = {
     ">": operator.gt,
     ">=": operator.ge,
 }
-MET, NOT_MET, INCONCLUSIVE = "met", "not met", "inconclusive"
+MET, NOT_MET, INCONCLUSIVE, NOT_MEASURED = "met", "not met", "inconclusive", "not measured"
 # A distance from the threshold below this many standard errors is no distance.
 STANDARD_ERRORS = 2.0
 
@@ -27,7 +27,8 @@ class Criterion:
     Args:
         name: short, unique in the experiment.
         statement: the sentence, for readers.
-        arms: arms that ``value`` reads; the criterion is judged on the seeds that all of them have.
+        arms: arms that ``value`` reads, ``on(arm, dataset)`` for one on a single data set; the criterion is judged on
+            the seeds that all of them have.
         value: ``(means) -> number`` from arm -> metric -> mean over seeds.
         comparison: ``"<"``, ``"<="``, ``">"`` or ``">="``.
         threshold: from the specification, never from the rows.
@@ -63,7 +64,8 @@ def judge(
     .. math:: s^2 = \tfrac{n-1}{n} \sum_i (v_{-i} - \bar v)^2,
 
     which for a difference of two arms is the usual paired standard error. Nearer to the threshold than
-    ``STANDARD_ERRORS`` of them, or with one seed, the answer is "inconclusive".
+    ``STANDARD_ERRORS`` of them the answer is "inconclusive": the spread is larger than the effect. Where arms have no
+    rows, or one seed leaves the spread unknown, the answer is "not measured".
 
     Args:
         criterion: what is asked.
@@ -71,8 +73,8 @@ def judge(
         deterministic: the numbers do not depend on the seed: one is enough, and there is no spread.
 
     Returns:
-        ``name, statement, comparison, threshold, value, standard_error, per_seed, status``; value None without a seed
-        that has all arms.
+        ``name, statement, comparison, threshold, value, standard_error, per_seed, status, reason``; value None without
+        a seed that has all arms, reason the words for "not measured" and else None.
     """
     seeds = [seed for seed in sorted(per_seed) if all(arm in per_seed[seed] for arm in criterion.arms)]
     found = {
@@ -83,13 +85,16 @@ def judge(
         "value": None,
         "standard_error": None,
         "per_seed": {str(seed): criterion.value(per_seed[seed]) for seed in seeds},
-        "status": INCONCLUSIVE,
+        "status": NOT_MEASURED,
+        "reason": None,
     }
     if not seeds:
+        found["reason"] = _lacking(criterion, per_seed)
         return found
     value = criterion.value(_mean([per_seed[seed] for seed in seeds], criterion.arms))
     found["value"] = value
     if len(seeds) == 1 and not deterministic:
+        found["reason"] = "one seed has no spread"
         return found
     error = 0.0
     if len(seeds) > 1:
@@ -102,9 +107,15 @@ def judge(
     found["standard_error"] = error
     # Rounding leaves about 1e-17 of "spread" between equal numbers.
     if error > 1e-12 and abs(value - criterion.threshold) <= STANDARD_ERRORS * error:
+        found["status"] = INCONCLUSIVE
         return found
     found["status"] = MET if COMPARISONS[criterion.comparison](value, criterion.threshold) else NOT_MET
     return found
+
+
+def _lacking(criterion: Criterion, per_seed: Mapping[int, Means]) -> str:
+    missing = [arm for arm in criterion.arms if not any(arm in entry for entry in per_seed.values())]
+    return f"no rows of {', '.join(missing)}" if missing else f"no seed has all of {', '.join(criterion.arms)}"
 
 
 def _mean(rows: Sequence[Means], arms: Sequence[str]) -> Means:

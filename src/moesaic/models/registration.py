@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-import importlib.abc
 import importlib.machinery
 import sys
 from collections.abc import Callable, Sequence
 from types import ModuleType
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from importlib.abc import Loader, MetaPathFinder
+else:  # importing the abstract classes takes longer than all the rest of `import moesaic`
+    Loader = MetaPathFinder = object
 
 CONFIG_CLASSES = "transformers.models.auto.configuration_auto"
 MODEL_CLASSES = "transformers.models.auto.modeling_auto"
@@ -67,7 +72,7 @@ _ACTIONS: dict[str, Callable[[], None]] = {
 }
 
 
-class _Watcher(importlib.abc.MetaPathFinder):
+class _Watcher(MetaPathFinder):
     """Waits for the auto classes to be imported, then stands aside."""
 
     def __init__(self, waiting: dict[str, Callable[[], None]]) -> None:
@@ -87,7 +92,7 @@ class _Watcher(importlib.abc.MetaPathFinder):
         return spec
 
 
-class _ThenRegister(importlib.abc.Loader):
+class _ThenRegister(Loader):
     """Loads a module as its own loader does, then registers ours, which must find that module finished."""
 
     def __init__(self, loader: importlib.abc.Loader, action: Callable[[], None]) -> None:
