@@ -61,13 +61,23 @@ _LATENT = {"num_key_value_heads": 4}
 
 @dataclasses.dataclass(frozen=True)
 class Family:
-    """A model class, what its configuration changes, and what a handle must find."""
+    """A model class, what its configuration changes, and what a handle must find.
+
+    Args:
+        model: class name.
+        changes: of the configuration.
+        layers: MoE layers.
+        score: how its logits become probabilities.
+        top_k: experts a row takes.
+        choices: what a row can choose from; more than the experts where some return their input.
+    """
 
     model: str
     changes: dict[str, Any] = dataclasses.field(default_factory=dict)
     layers: int = 3
     score: str = "softmax"
-    chooses: bool = True
+    top_k: int = TOP_K
+    choices: int = EXPERTS
 
 
 FAMILIES = {
@@ -83,7 +93,7 @@ FAMILIES = {
     "granitemoe": Family("GraniteMoeForCausalLM"),
     "granitemoeshared": Family("GraniteMoeSharedForCausalLM"),
     "hunyuan_v1_moe": Family("HunYuanMoEV1ForCausalLM"),
-    "phimoe": Family("PhimoeForCausalLM", {"num_experts_per_tok": 2}, chooses=False),
+    "phimoe": Family("PhimoeForCausalLM", {"num_experts_per_tok": 2, "router_jitter_noise": 0.2}, top_k=2),
     "cohere2_moe": Family(
         "Cohere2MoeForCausalLM",
         {"expert_selection_fn": "sigmoid", "first_k_dense_replace": 1},
@@ -138,11 +148,25 @@ FAMILIES = {
             "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
         },
     ),
-}
-
-# Banks that transformers' experts interface does not reach, or with experts that return their input.
-BEYOND = {
-    "step3p7": Family("Step3p7TextModel", {"mlp_layer_types": ["dense", "sparse", "sparse"]}, layers=2),
+    # shared experts in the sum of the weights; banks outside transformers' experts interface; identity experts
+    "inkling": Family(
+        "InklingForCausalLM",
+        {
+            "n_shared_experts": 2,
+            "swa_num_attention_heads": 4,
+            "swa_num_key_value_heads": 2,
+            "swa_head_dim": 8,
+            "sliding_window_size": 8,
+            "d_rel": 4,
+            "rel_extent": 16,
+            "mlp_layer_types": ["dense", "sparse", "sparse"],
+        },
+        layers=2,
+        score="sigmoid",
+    ),
+    "step3p7": Family(
+        "Step3p7TextModel", {"mlp_layer_types": ["dense", "sparse", "sparse"]}, layers=2, score="sigmoid"
+    ),
     "longcat_flash": Family(
         "LongcatFlashForCausalLM",
         {
@@ -154,13 +178,14 @@ BEYOND = {
             "head_dim": 4,
         },
         layers=2,
+        choices=EXPERTS + 4,
     ),
 }
 
 
 def build(name: str, **changes: Any) -> nn.Module:
     """A seeded float32 model in eval mode."""
-    family = (FAMILIES | BEYOND)[name]
+    family = FAMILIES[name]
     kind = getattr(transformers, family.model, None)
     if kind is None:
         kind = getattr(importlib.import_module(f"transformers.models.{name}.modeling_{name}"), family.model)

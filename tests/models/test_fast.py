@@ -16,13 +16,13 @@ from moesaic.models.handle import moe_layers
 from moesaic.models.override import override_routing
 from moesaic.models.record import record_routing
 from moesaic.routing import Routing
-from tests.models.families import BEYOND, FAMILIES, build, run
+from tests.models.families import FAMILIES, build, run
 from tests.models.small import small_model
 
 FLOAT32_EXPERTS = ("beam", "openai_privacy_filter")  # their eager experts compute in float32 whatever the model's dtype
 
 
-@pytest.fixture(scope="module", params=[*FAMILIES, *BEYOND])
+@pytest.fixture(scope="module", params=list(FAMILIES))
 def family(request: pytest.FixtureRequest) -> Iterator[tuple[str, nn.Module]]:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)

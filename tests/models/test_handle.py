@@ -17,7 +17,7 @@ from moesaic.models.override import override_routing
 from moesaic.models.record import record_routing
 from moesaic.routing import Routing
 from moesaic.routing.top_k import TopKRouter
-from tests.models.families import EXPERTS, FAMILIES, TOP_K, build, run
+from tests.models.families import EXPERTS, FAMILIES, build, run
 
 
 @pytest.fixture(scope="module", params=list(FAMILIES))
@@ -36,9 +36,9 @@ def test_layers_experts_and_rule_are_found(family: tuple[str, nn.Module]) -> Non
     for layer in layers:
         assert model.get_submodule(layer.name) is layer.module
         assert layer.num_experts == EXPERTS
-        assert layer.top_k == (2 if name == "phimoe" else TOP_K)
-        assert (layer.rule.weigh is not None) == spec.chooses
-        assert layer.rule.reason == "" or not spec.chooses
+        assert layer.top_k == spec.top_k
+        assert layer.router.num_experts == spec.choices
+        assert layer.rule.weigh is not None and layer.rule.reason == ""
 
 
 @torch.no_grad()
@@ -76,7 +76,7 @@ def test_scores_are_logits(family: tuple[str, nn.Module]) -> None:
     for call in record.calls:
         logits = call.routing.logits_TE
         assert not torch.allclose(logits.sum(-1), torch.ones(len(logits)), atol=1e-3)
-        if name == "phimoe":
+        if name == "phimoe":  # two softmaxes: the second ratio differs from the first
             continue
         probs = logits.softmax(-1) if FAMILIES[name].score == "softmax" else logits.sigmoid()
         chosen = probs.gather(1, call.routing.expert_ids_TK)
@@ -91,9 +91,10 @@ def test_scores_are_logits(family: tuple[str, nn.Module]) -> None:
 @torch.no_grad()
 def test_forced_routing_is_obeyed(family: tuple[str, nn.Module]) -> None:
     """The routed part equals a dense sum over experts run one at a time, with the forced weights."""
-    _, model = family
+    name, model = family
+    choices = FAMILIES[name].choices
     forced = Routing.from_dense(
-        torch.rand(18, EXPERTS, generator=torch.Generator().manual_seed(3)).clamp(min=0.5) - 0.5
+        torch.rand(18, choices, generator=torch.Generator().manual_seed(3)).clamp(min=0.5) - 0.5
     )
     sites, captured = {}, {}
     for layer in moe_layers(model):
@@ -121,12 +122,12 @@ def test_forced_routing_is_obeyed(family: tuple[str, nn.Module]) -> None:
 @pytest.mark.case("C13")
 def test_empty_slots_touch_no_expert(family: tuple[str, nn.Module]) -> None:
     """More empty slots change nothing, and an expert that only empty slots could reach may hold NaN."""
-    _, model = family
-    plain = run(model)
+    name, model = family
+    plain, choices = run(model), FAMILIES[name].choices
 
     def widen(call):
         ids, weights = call.routing.expert_ids_TK, call.routing.weights_TK
-        more = torch.full_like(ids, EXPERTS)
+        more = torch.full_like(ids, choices)
         return call.routing.replace(
             expert_ids_TK=torch.cat([more, ids, more], 1),
             weights_TK=torch.cat([torch.zeros_like(weights), weights, torch.zeros_like(weights)], 1),
@@ -137,18 +138,19 @@ def test_empty_slots_touch_no_expert(family: tuple[str, nn.Module]) -> None:
 
     broken = copy.deepcopy(model)
     for layer in moe_layers(broken):
-        layer.experts.write(0, {"down": torch.full_like(layer.experts.weights([0])["down"][0], torch.nan)})
+        # Not expert 0: longcat_flash itself runs every second expert, with weight 0, for choices of identity experts.
+        layer.experts.write(1, {"down": torch.full_like(layer.experts.weights([1])["down"][0], torch.nan)})
 
-    def without_first(call):
+    def without_broken(call):
         ids = call.routing.expert_ids_TK
-        drop = ids == 0
+        drop = ids == 1
         return call.routing.replace(
-            expert_ids_TK=ids.masked_fill(drop, EXPERTS), weights_TK=call.routing.weights_TK.masked_fill(drop, 0.0)
+            expert_ids_TK=ids.masked_fill(drop, choices), weights_TK=call.routing.weights_TK.masked_fill(drop, 0.0)
         )
 
-    with record_routing(broken) as record, override_routing(broken, without_first):
+    with record_routing(broken) as record, override_routing(broken, without_broken):
         assert torch.isfinite(run(broken)).all()
-    assert all(not (call.routing.expert_ids_TK == 0).any() for call in record.calls)
+    assert all(not (call.routing.expert_ids_TK == 1).any() for call in record.calls)
 
 
 @torch.no_grad()
@@ -171,13 +173,9 @@ def test_an_exception_restores_everything(family: tuple[str, nn.Module]) -> None
 def test_choose_gives_the_models_own_weights(family: tuple[str, nn.Module]) -> None:
     name, model = family
     plain = run(model)
-    if not FAMILIES[name].chooses:
-        same = override_routing(model, lambda call: call.choose(call.routing.expert_ids_TK))
-        with same, pytest.raises(ValueError, match="cannot be weighed"):
-            run(model)
-        return
-    everyone = torch.ones(EXPERTS, dtype=torch.bool)
-    odd = torch.arange(EXPERTS) % 2 == 1
+    choices = FAMILIES[name].choices
+    everyone = torch.ones(choices, dtype=torch.bool)
+    odd = torch.arange(choices) % 2 == 1
 
     def check(call):
         same = call.choose(ids_TK=call.routing.expert_ids_TK)
@@ -187,12 +185,90 @@ def test_choose_gives_the_models_own_weights(family: tuple[str, nn.Module]) -> N
         some = call.choose(allowed_TE=odd)
         assert bool((some.expert_ids_TK[some.filled_TK] % 2 == 1).all())
         assert bool((some.active_T >= 1).all())
-        fewer = call.choose(ids_TK=call.routing.expert_ids_TK.clone().index_fill_(1, torch.tensor([0]), EXPERTS))
+        fewer = call.choose(ids_TK=call.routing.expert_ids_TK.clone().index_fill_(1, torch.tensor([0]), choices))
         assert bool((fewer.weights_TK[:, 0] == 0).all())
         return same
 
     with override_routing(model, check):
         assert torch.allclose(run(model), plain, atol=1e-4)
+
+
+@torch.no_grad()
+@pytest.mark.case("C15")
+def test_a_forced_choice_changes_those_rows_alone(family: tuple[str, nn.Module]) -> None:
+    """In the last MoE layer: rows that are given other experts change there, and no other row."""
+    name, model = family
+    last, choices = FAMILIES[name].layers - 1, FAMILIES[name].choices
+    rows = torch.tensor([2, 7, 11])
+
+    def force(call):
+        own = call.routing.expert_ids_TK
+        others = torch.stack([(own[:, 0] + 1 + slot) % choices for slot in range(own.shape[1])], 1)
+        ids = own.clone()
+        ids[rows] = others[rows]
+        chosen = call.choose(ids_TK=ids)
+        keep = torch.ones(len(ids), 1, dtype=torch.bool)
+        keep[rows] = False
+        return chosen.replace(weights_TK=torch.where(keep, call.routing.weights_TK, chosen.weights_TK))
+
+    with record_routing(model, outputs=True, layers=[last]) as plain:
+        run(model)
+    with record_routing(model, outputs=True, layers=[last]) as forced, override_routing(model, force, layers=[last]):
+        run(model)
+    before, after = plain.calls[0], forced.calls[0]
+    different = (before.y - after.y).abs().amax(1) > 1e-5
+    assert different.nonzero().flatten().tolist() == rows.tolist()
+    moved = (before.routing.expert_ids_TK != after.routing.expert_ids_TK).any(1)
+    assert moved.nonzero().flatten().tolist() == rows.tolist()
+
+
+@torch.no_grad()
+def test_identity_experts_are_experts_without_weights() -> None:
+    """LongCat's ids beyond the bank: they count in the load, return their input when forced, follow a drop."""
+    model = build("longcat_flash")
+    with record_routing(model) as record:
+        run(model)
+    load = sum(call.routing.load_E for call in record.calls)
+    assert load.shape == (EXPERTS + 4,) and load[EXPERTS:].sum() > 0
+    layer = moe_layers(model)[0]
+    x_TD = torch.randn(5, 32, generator=torch.Generator().manual_seed(0))
+    ids = torch.tensor([[EXPERTS + 1, EXPERTS + 3]] * 5)
+    two = Routing(ids, torch.tensor([[0.25, 0.5]] * 5), EXPERTS + 4)
+    assert torch.allclose(layer.experts(x_TD, two), 0.75 * x_TD)
+    seen = {}
+    handle = layer.module.register_forward_hook(lambda m, args, out: seen.update(x=args[0], y=out))
+    with override_routing(model, lambda call: two.take(torch.zeros(18, dtype=torch.int64)), layers=[0]):
+        run(model)
+    handle.remove()
+    assert torch.allclose(seen["y"], 0.75 * seen["x"], atol=1e-6)
+
+
+@torch.no_grad()
+def test_shared_experts_share_the_sum_of_another_choice() -> None:
+    """Inkling weighs chosen and shared experts together: a heavier choice leaves the shared ones less."""
+    model = build("inkling")
+    for layer in moe_layers(model):
+        layer.shell.router.global_scale.fill_(1.3)  # learned: read where it lives
+    totals, gammas = [], []
+    handles = [
+        layer.shell.experts.module.register_forward_pre_hook(lambda m, args: totals.append(args[2].sum(1)))
+        for layer in moe_layers(model)
+    ]
+    handles += [
+        layer.module.shared_experts.register_forward_pre_hook(
+            lambda m, args, kwargs: gammas.append(kwargs["gammas"]), with_kwargs=True
+        )
+        for layer in moe_layers(model)
+    ]
+    with override_routing(model, lambda call: call.choose(ids_TK=call.routing.expert_ids_TK[:, :1])):
+        run(model)
+    for total, gamma in zip(totals, gammas, strict=True):
+        assert torch.allclose(total + gamma.reshape(18, 2).sum(1), torch.full((18,), 8.0 * 1.3), rtol=1e-5)
+    for handle in handles:
+        handle.remove()
+    layer = moe_layers(model)[0]
+    with pytest.raises(ValueError, match=r"8 \+ 2 are needed: use call.choose"):
+        layer.rule.weigh(torch.zeros(1, EXPERTS), torch.zeros(1, 2, dtype=torch.int64))
 
 
 @torch.no_grad()

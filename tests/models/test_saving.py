@@ -20,7 +20,7 @@ from tests.models.families import EXPERTS, FAMILIES, TOP_K, build, run
 from tests.models.small import small_model, tokens
 from tests.models.test_surgery import one_of_each, roomy
 
-MASKABLE = {"minimax_m2", "afmoe", "gpt_oss", "openai_privacy_filter"}
+MASKABLE = {"minimax_m2", "afmoe", "gpt_oss", "openai_privacy_filter", "inkling", "step3p7"}
 
 
 @pytest.fixture(autouse=True)

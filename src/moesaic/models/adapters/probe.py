@@ -9,15 +9,17 @@ from __future__ import annotations
 import copy
 import dataclasses
 import inspect
+import math
 import re
 from collections.abc import Iterator
-from itertools import product
+from itertools import combinations, product
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from moesaic.models.adapters.rules import SCORES, Groups, Place, Rule, Selection
+from moesaic.models.adapters.rules_beyond import SequentialRule, SharedSumRule
 
 ROWS = 192
 _GROUP_COUNT = ("num_group", "n_group", "num_groups", "n_groups", "num_expert_group")
@@ -35,6 +37,7 @@ class Probe:
         outputs: how many values the router returned; 0 when it could not be run alone.
         width: columns of its first output.
         top_k: experts a row takes.
+        reach: the ids that it gave lie below this; beyond the bank's experts lie those that return their input.
     """
 
     rule: Rule | None
@@ -42,6 +45,7 @@ class Probe:
     outputs: int
     width: int
     top_k: int
+    reach: int = 0
 
 
 _known: dict[tuple[Any, ...], Probe] = {}
@@ -95,8 +99,12 @@ def _probe(router: nn.Module, block: nn.Module) -> Probe:
     top_k = real_top_k or ids.shape[1]
     with torch.no_grad():
         rule = _fit(twin, stand_in, logits, weights, ids, top_k)
+        if rule is None:
+            rule = _fit_sequential(twin, stand_in, logits, weights, ids, top_k)
+        if rule is None and len(output) > 3 and isinstance(output[3], Tensor):
+            rule = _fit_shared_sum(twin, stand_in, output, top_k)
     reason = "" if rule is not None else "no known rule (score, renormalisation, scale) reproduces its own weights"
-    return Probe(rule, reason, len(output), logits.shape[1], top_k)
+    return Probe(rule, reason, len(output), logits.shape[1], top_k if rule is None else rule.top_k, int(ids.max()) + 1)
 
 
 def _run_copy(router: nn.Module, block: nn.Module) -> tuple[int | None, Any, nn.Module, nn.Module]:
@@ -181,6 +189,59 @@ def _fit(router: nn.Module, block: nn.Module, logits: Tensor, weights: Tensor, i
         selection = _fit_selection(router, block, score, logits, ids, real.all(1))
         return dataclasses.replace(rule, selection=selection)
     return None
+
+
+def _fit_sequential(
+    router: nn.Module, block: nn.Module, logits: Tensor, weights: Tensor, ids: Tensor, top_k: int
+) -> Rule | None:
+    """Picks in sequence inside a margin that the router keeps as a number."""
+    for name, value in vars(router).items():
+        if not (isinstance(value, float) and re.search(r"jitter|eps|margin", name)):
+            continue
+        chosen = Selection("identity", None, None, True)
+        if not torch.equal(chosen.choose(router, block, logits, ids.shape[1]), ids):
+            continue
+        # The width of its rows is the number of picks, whatever the router's top_k says.
+        rule = SequentialRule("softmax", False, 1.0, None, False, None, chosen, False, ids.shape[1], Place(name))
+        if torch.allclose(rule.weigh(router, block, logits, ids), weights, rtol=1e-4, atol=1e-6):
+            return rule
+    return None
+
+
+def _fit_shared_sum(router: nn.Module, block: nn.Module, output: tuple[Any, ...], top_k: int) -> Rule | None:
+    """Weights that sum to a constant together with those of experts that every row uses, the fourth output."""
+    logits = output[0].float().reshape(-1, output[0].shape[-1])
+    ids, weights, shared = (output[i].reshape(logits.shape[0], -1) for i in (2, 1, 3))
+    totals = weights.float().sum(1) + shared.float().sum(1)
+    scale = float(totals.median())
+    if not torch.allclose(totals, torch.full_like(totals, scale), rtol=1e-4, atol=0.0):
+        return None
+    scales = _scale_factors(router, scale)
+    for score in SCORES:
+        selection = _fit_selection(router, block, score, logits, ids, torch.ones_like(totals, dtype=torch.bool))
+        rule = SharedSumRule(
+            score, True, scale, None, False, None, selection, False, top_k, int(shared.shape[1]), scales
+        )
+        if score == "identity" or not torch.allclose(
+            rule.weigh(router, block, rule.full_logits(output), ids), weights, rtol=1e-4, atol=1e-6
+        ):
+            continue
+        mine = weights / SCORES[score](logits).gather(1, ids)
+        if torch.allclose(mine, mine[:, :1].expand_as(mine), rtol=1e-4, atol=0.0):
+            return rule
+    return None
+
+
+def _scale_factors(router: nn.Module, scale: float) -> tuple[Place, ...]:
+    """Numbers of the router, learned ones too, whose product is ``scale``; as many as fit."""
+    numbers = {name: value for name, value in vars(router).items() if isinstance(value, float)}
+    numbers |= {name: float(value) for name, value in router.named_parameters() if value.numel() == 1}
+    named = [(name, value) for name, value in numbers.items() if re.search(r"scal|factor", name)]
+    for size in range(len(named), 0, -1):
+        for some in combinations(named, size):
+            if abs(math.prod(value for _, value in some) - scale) <= 1e-4 * abs(scale):
+                return tuple(Place(name) for name, _ in some)
+    return ()
 
 
 def _name_scale(rule: Rule, scale: float, router: nn.Module) -> Rule:

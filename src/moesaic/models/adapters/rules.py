@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from operator import attrgetter
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -159,6 +160,19 @@ class Rule:
     def score_function(self) -> str:
         """The name under which a Routing knows this score."""
         return self.score
+
+    def full_logits(self, output: tuple[Any, ...]) -> Tensor:
+        """All columns that :meth:`weigh` needs, from what the router returned: (T, at least E) logits."""
+        first: Tensor = output[0].reshape(-1, output[0].shape[-1])
+        return first.clamp(min=torch.finfo(first.dtype).tiny).log() if self.probabilities else first
+
+    def beside(self, output: tuple[Any, ...]) -> dict[str, Tensor]:
+        """What else the router decided, for a Routing's ``extras``; nothing for most."""
+        return {}
+
+    def beside_choice(self, router: nn.Module, block: nn.Module, full_TE: Tensor, ids_TK: Tensor) -> dict[str, Tensor]:
+        """The same for another choice."""
+        return {}
 
     def describe(self) -> str:
         """One line for people."""

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from moesaic.models.adapters.probe import Probe
 from moesaic.models.adapters.rules import Rule
+from moesaic.models.adapters.rules_beyond import SHARED
 from moesaic.models.adapters.weights import ForeignExperts, fill_empty
 from moesaic.routing import Context, Routing
 
@@ -41,10 +42,16 @@ class Shell:
 
     @property
     def choices(self) -> int:
-        """What a row can choose from: the experts, and identity experts where the bank knows such."""
-        first = getattr(self.experts.module, "gate_up_proj", None)
-        rows = self.experts.num_experts if first is None else int(first.shape[0])
-        return rows if rows == self.found.width else self.experts.num_experts
+        """What a row can choose from: the experts, and behind them those that return their input, if there are such."""
+        experts, width = self.experts.num_experts, self.found.width
+        # A router that was seen to hand out ids beyond the bank's; older layouts store rows for these experts too.
+        beyond = self.found.reach > experts or experts + self.experts.identities == width
+        return width if beyond and width > experts else experts
+
+    @property
+    def skips(self) -> bool:
+        """Whether the router may choose to skip the experts: a column of its logits that is no expert."""
+        return self.found.width > self.choices
 
     @property
     def block_factor(self) -> float:
@@ -75,7 +82,7 @@ class Shell:
         if self.block_factor != 1.0:
             weights_TK = weights_TK * self.block_factor
         empty_TK = ids_TK >= self.choices
-        if full_TE.shape[1] > self.choices:  # a class that skips the experts is handed on as id 0 with weight 0
+        if self.skips:  # a class that skips the experts is handed on as id 0 with weight 0
             empty_TK = empty_TK | (weights_TK == 0)
         mask_T = context.token_mask_T
         if mask_T is not None:
@@ -87,6 +94,7 @@ class Shell:
                 self.choices,
                 full_TE[:, : self.choices],
                 mask_T,
+                extras={} if self.found.rule is None else self.found.rule.beside(output),
                 score_function=self.score_function,
             )
         except ValueError as error:
@@ -117,13 +125,20 @@ class Shell:
             # A bank outside transformers' interface may squeeze an axis of one slot away (longcat_flash does).
             ids_TK, weights_TK = _widen(ids_TK, 2, ids_TK), _widen(weights_TK, 2)
         shape = (*old_ids.shape[:-1], ids_TK.shape[1])
-        return (output[0], weights_TK.reshape(shape), ids_TK.to(old_ids.dtype).reshape(shape), *output[3:])
+        rest = output[3:]
+        shared = routing.extras.get(SHARED)
+        if shared is not None and rest and isinstance(rest[0], Tensor) and shared.numel() == rest[0].numel():
+            given = shared.to(rest[0].dtype).reshape(rest[0].shape)
+            if routing.token_mask_T is not None:
+                given = torch.where(untouched_T.view(*rest[0].shape[:-1], 1), rest[0], given)
+            rest = (given, *rest[1:])
+        return (output[0], weights_TK.reshape(shape), ids_TK.to(old_ids.dtype).reshape(shape), *rest)
 
     def logits(self, output: tuple[Any, ...]) -> Tensor:
         """All columns of the router's first output as logits (T, at least E)."""
+        if self.found.rule is not None:
+            return self.found.rule.full_logits(output)
         first: Tensor = output[0].reshape(-1, output[0].shape[-1])
-        if self.found.rule is not None and self.found.rule.probabilities:
-            return first.clamp(min=torch.finfo(first.dtype).tiny).log()
         return first
 
     @property
@@ -149,7 +164,7 @@ class Shell:
             logits_TE: all columns of the router's logits.
             ids_TK: (T, K) ids, E in empty slots.
         """
-        narrow = torch.where(ids_TK < self.choices, ids_TK, logits_TE.shape[1])
+        narrow = torch.where(ids_TK < self.choices, ids_TK, logits_TE.shape[1])  # empty: beyond every column
         weights = self.rule.weigh(self.router, self.block, _float(logits_TE), narrow)
         return weights * self.block_factor if self.block_factor != 1.0 else weights
 
@@ -169,6 +184,9 @@ class Shell:
         if allowed_TE is not None and extra:
             allowed_TE = torch.cat([allowed_TE, allowed_TE.new_ones((allowed_TE.shape[0], extra))], 1)
         k = self.found.top_k if k is None else k
+        # A column that skips the experts takes part in the choice, those of shared experts do not.
+        columns = logits_TE.shape[1] if self.skips else self.choices
+        logits_TE, allowed_TE = logits_TE[:, :columns], None if allowed_TE is None else allowed_TE[:, :columns]
         return selection.choose(self.router, self.block, _float(logits_TE), k, allowed_TE).clamp(max=self.choices)
 
     def chooser(self, output: tuple[Any, ...], context: Context) -> Callable[[Tensor | None, Tensor | None], Routing]:
@@ -192,6 +210,7 @@ class Shell:
                 self.choices,
                 logits_TE[:, : self.choices],
                 context.token_mask_T,
+                extras=self.rule.beside_choice(self.router, self.block, _float(logits_TE), ids_TK),
                 score_function=self.score_function,
             )
 

@@ -176,7 +176,11 @@ class ForeignExperts:
     def __call__(self, x_TD: Tensor, routing: Routing, context: Context | None = None) -> Tensor:
         """The routed sum as the bank itself computes it, (T, O); the block's factor, if any, is part of the weights."""
         ids, weights = fill_empty(routing)
-        y_TO: Tensor = self.module(x_TD, ids, weights.to(x_TD.dtype))
+        weights = weights.to(x_TD.dtype)
+        itself_TK = ids >= self.num_experts  # experts that return their input
+        y_TO: Tensor = self.module(x_TD, ids.masked_fill(itself_TK, 0), weights.masked_fill(itself_TK, 0.0))
+        if routing.num_experts > self.num_experts:
+            y_TO = y_TO + x_TD * (weights * itself_TK).sum(1, keepdim=True)
         empty_T = (routing.active_T == 0)[:, None]
         return torch.where(empty_T, torch.zeros_like(y_TO), y_TO)
 
