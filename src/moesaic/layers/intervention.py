@@ -14,6 +14,9 @@ from torch import Tensor, nn
 from moesaic.routing import Context, Routing
 from moesaic.routing.state import in_recompute
 
+Chooser = Callable[[Tensor | None, Tensor | None, bool], Routing]
+"""What ``call.choose`` does in a layer: (ids_TK, allowed_TE, keep_scores) -> Routing."""
+
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Call:
@@ -32,20 +35,32 @@ class Call:
     context: Context
     routing: Routing
     router: nn.Module | None
-    _chooser: Callable[[Tensor | None, Tensor | None], Routing]
+    _chooser: Chooser
 
-    def choose(self, ids_TK: Tensor | None = None, allowed_TE: Tensor | None = None) -> Routing:
+    def choose(
+        self, ids_TK: Tensor | None = None, allowed_TE: Tensor | None = None, *, keep_scores: bool = False
+    ) -> Routing:
         """The routing that this model gives to another choice, weighed by its own rule.
+
+        The model's rule about renormalising always holds: where it divides the chosen scores by their sum, so here,
+        and where it does not, an emptied slot leaves the other weights as they were.
 
         Args:
             ids_TK: (T, K') int64 expert ids, E in empty slots; any K'.
-            allowed_TE: (T, E) or (E,) bool; the model's own selection restricted to these experts.
+            allowed_TE: (T, E) or (E,) bool; what the model would do if the other experts did not exist: their logits
+                are -inf before the scores are formed. Equal to dropping them
+                (:func:`~moesaic.models.surgery.drop_experts`).
+            keep_scores: with ``allowed_TE``, only choose among these: scores stay as all experts together give them,
+                so that in a model which does not renormalise an allowed expert keeps the weight that it had.
 
         Raises:
-            ValueError: neither or both given, shapes that do not fit, a model whose rule cannot weigh another choice.
+            ValueError: neither or both given, ``keep_scores`` with ``ids_TK``, shapes that do not fit, a model whose
+                rule cannot weigh another choice.
         """
         if (ids_TK is None) == (allowed_TE is None):
             raise ValueError("choose needs exactly one of ids_TK and allowed_TE")
+        if keep_scores and allowed_TE is None:
+            raise ValueError("keep_scores=True needs allowed_TE: scores of ids_TK are always those of all experts")
         rows, experts = self.routing.num_rows, self.routing.num_experts
         if ids_TK is not None and (ids_TK.dim() != 2 or ids_TK.shape[0] != rows or ids_TK.dtype != torch.int64):
             raise ValueError(f"ids_TK must be int64 of shape ({rows}, K), got {ids_TK.dtype} {tuple(ids_TK.shape)}")
@@ -56,7 +71,7 @@ class Call:
                     f" got {allowed_TE.dtype} {tuple(allowed_TE.shape)}"
                 )
             allowed_TE = allowed_TE.expand(rows, experts)
-        return self._chooser(ids_TK, allowed_TE)
+        return self._chooser(ids_TK, allowed_TE, keep_scores)
 
 
 class Intervention(Protocol):
@@ -106,7 +121,7 @@ def decide(
     context: Context,
     routing: Routing,
     router: nn.Module | None,
-    chooser: Callable[[Tensor | None, Tensor | None], Routing],
+    chooser: Chooser,
     settle: Callable[[Routing], Routing] = lambda routing: routing,
 ) -> tuple[Routing, list[tuple[Intervention, Call]]]:
     """Ask every intervention in turn; each sees the routing that the one before it decided on.

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
 
 from moesaic.experts import Experts
-from moesaic.layers.intervention import Call, Intervention, concerning, decide
+from moesaic.layers.intervention import Call, Chooser, Intervention, concerning, decide
 from moesaic.losses.base import RoutingLoss
 from moesaic.routing import Context, Router, Routing
 
@@ -117,8 +117,8 @@ class MoE(nn.Module):
                 added[loss.name] = loss(routing, context)
         return routing.replace(losses={**routing.losses, **added})
 
-    def _chooser(self, decision: Routing, context: Context) -> Callable[[Tensor | None, Tensor | None], Routing]:
-        def choose(ids_TK: Tensor | None, allowed_TE: Tensor | None) -> Routing:
+    def _chooser(self, decision: Routing, context: Context) -> Chooser:
+        def choose(ids_TK: Tensor | None, allowed_TE: Tensor | None, keep_scores: bool) -> Routing:
             router = self.router if self.router is not None else getattr(self.experts, "router", None)
             if router is not None and router.per_group:
                 raise ValueError(f"{type(router).__name__} decides per group: override it with a Routing of your own")
@@ -127,10 +127,14 @@ class MoE(nn.Module):
                     f"{type(router or self.experts).__name__} cannot weigh another choice (it forms no logits or has no"
                     " rule for it): return a Routing of your own instead"
                 )
-            with torch.autocast(decision.logits_TE.device.type, enabled=False):
-                if ids_TK is None:
-                    ids_TK = router.choose(decision.logits_TE, context, allowed_TE)
-                return router.decide(decision.logits_TE, ids_TK, context)
+            logits_TE = decision.logits_TE
+            with torch.autocast(logits_TE.device.type, enabled=False):
+                if allowed_TE is not None:
+                    restricted_TE = router.restrict(logits_TE, allowed_TE)
+                    ids_TK = router.choose(logits_TE if keep_scores else restricted_TE, context, allowed_TE)
+                    logits_TE = logits_TE if keep_scores else restricted_TE
+                assert ids_TK is not None
+                return router.decide(logits_TE, ids_TK, context)
 
         return choose
 

@@ -51,8 +51,14 @@ class ForeignRouter:
         return self._shell.logits(self.module(x_TD))[:, : self.num_experts]
 
     def choose(self, logits_TE: Tensor, context: Context | None = None, allowed_TE: Tensor | None = None) -> Tensor:
-        """The model's own choice (T, K), restricted to ``allowed_TE``; E where too few are allowed."""
+        """The model's own choice (T, K) if only ``allowed_TE`` existed; E where too few are allowed."""
+        if allowed_TE is not None:
+            logits_TE = self.restrict(logits_TE, allowed_TE)
         return self._shell.choose(logits_TE, allowed_TE)
+
+    def restrict(self, logits_TE: Tensor, allowed_TE: Tensor) -> Tensor:
+        """The logits that the model would form without the experts outside ``allowed_TE``: -inf for those."""
+        return self._shell.restrict(logits_TE, allowed_TE)
 
     def weigh(self, logits_TE: Tensor, ids_TK: Tensor, context: Context | None = None) -> Tensor:
         """Weights of a choice by the model's own rule, its scale factor included."""

@@ -79,8 +79,9 @@ def _decide(router: Router, call: Call, weights: str) -> Routing:
         logits_TE = logits_TE if logits_TE.dtype == torch.float64 else logits_TE.float()
         if context.token_mask_T is not None:
             logits_TE = logits_TE.masked_fill(~context.token_mask_T[:, None], 0.0)
-        router.check_scores(logits_TE, context)
-        ids_TK = router.choose(logits_TE, context)
+        banned_TE = logits_TE == -torch.inf  # by an override inside this one
+        router.check_scores(logits_TE.masked_fill(banned_TE, 0.0), context)
+        ids_TK = router.choose(logits_TE, context, ~banned_TE if bool(banned_TE.any()) else None)
         routing = router.decide(logits_TE, ids_TK, context)
         if router.counting():
             router.observe(routing)

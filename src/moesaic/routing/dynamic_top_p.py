@@ -74,11 +74,27 @@ class TopPRouter(Router):
             logits_TE = normalize_router_logits(logits_TE, self.scale_log.exp().to(x_TD.dtype))
         return logits_TE
 
+    def restrict(self, logits_TE: Tensor, allowed_TE: Tensor) -> Tensor:
+        """See :meth:`Router.restrict`; standardised logits are standardised over the allowed experts alone."""
+        masked_TE = super().restrict(logits_TE, allowed_TE)
+        if not self.normalize:
+            return masked_TE
+        kept_TE = masked_TE != -torch.inf
+        count_T1 = kept_TE.sum(-1, keepdim=True)
+        finite_TE = masked_TE.masked_fill(~kept_TE, 0.0)
+        centred_TE = (finite_TE - finite_TE.sum(-1, keepdim=True) / count_T1).masked_fill(~kept_TE, 0.0)
+        variance_T1 = centred_TE.square().sum(-1, keepdim=True) / count_T1
+        # Without the epsilon of the formula: these have unit size already, and twice must be once.
+        std_T1 = variance_T1.clamp(min=torch.finfo(variance_T1.dtype).tiny).sqrt()
+        again_TE = self.scale_log.exp().to(centred_TE.dtype) * centred_TE / std_T1
+        changed_T1 = (~kept_TE).any(1, keepdim=True)
+        return torch.where(changed_T1, again_TE.masked_fill(~kept_TE, -torch.inf), masked_TE)
+
     def choose(self, logits_TE: Tensor, context: Context, allowed_TE: Tensor | None = None) -> Tensor:
         """The fewest best experts whose mass among the allowed ones reaches the threshold."""
         logits_TE = logits_TE.detach()
         if allowed_TE is not None:
-            logits_TE = logits_TE.masked_fill(~allowed_TE, -torch.inf)
+            logits_TE = self.restrict(logits_TE, allowed_TE)
         ids_TE, kept_TE = top_p_prefix(logits_TE.softmax(-1), self.threshold())
         if allowed_TE is not None:
             kept_TE = kept_TE & allowed_TE.gather(1, ids_TE)

@@ -101,14 +101,22 @@ class ExpertChoiceRouter(Router):
         return F.linear(x_TD, self.weight_ED.to(x_TD.dtype))
 
     def choose(self, logits_TE: Tensor, context: Context, allowed_TE: Tensor | None = None) -> Tensor:
-        """What the experts pick in each group; rows that an expert may not take use none of its capacity."""
-        scores_TE = logits_TE.detach().softmax(-1)
+        """What the experts pick in each group; rows that an expert may not take use none of its capacity.
+
+        An expert that no row of a group may take is not there: it does not count in E of the capacity.
+        """
+        logits_TE = logits_TE.detach()
+        scores_TE = (logits_TE if allowed_TE is None else self.restrict(logits_TE, allowed_TE)).softmax(-1)
         eligible_TE = torch.ones_like(scores_TE, dtype=torch.bool) if allowed_TE is None else allowed_TE
         if context.token_mask_T is not None:
             eligible_TE = eligible_TE & context.token_mask_T[:, None]
         group_T, num_groups = decision_groups(context, self.grouping, logits_TE)
         rank_TE = rank_in_group(scores_TE.masked_fill(~eligible_TE, -torch.inf), group_T, num_groups)
-        capacity_T = self._capacity(context, group_T, num_groups)[group_T]
+        present_G = None
+        if allowed_TE is not None:
+            pairs_GE = eligible_TE.new_zeros((num_groups, self.num_experts), dtype=torch.int64)
+            present_G = (pairs_GE.index_add(0, group_T, eligible_TE.to(torch.int64)) > 0).sum(1).clamp(min=1)
+        capacity_T = self._capacity(context, group_T, num_groups, present_G)[group_T]
         return ids_of_mask((rank_TE < capacity_T[:, None]) & eligible_TE)
 
     def weigh(self, logits_TE: Tensor, ids_TK: Tensor, context: Context) -> Tensor:
@@ -121,11 +129,12 @@ class ExpertChoiceRouter(Router):
         unrouted = (routing.real_T & (routing.active_T == 0)).sum()
         return routing.replace(extras={**routing.extras, "unrouted_rows": unrouted})
 
-    def _capacity(self, context: Context, group_T: Tensor, num_groups: int) -> Tensor:
-        """(groups,) rows that each expert takes: ceil(c n / E) of the n real ones."""
+    def _capacity(self, context: Context, group_T: Tensor, num_groups: int, experts_G: Tensor | None = None) -> Tensor:
+        """(groups,) rows that each expert takes: ceil(c n / E) of the n real ones, with E from ``experts_G``."""
         rows_G = group_sizes(group_T, num_groups, context.token_mask_T)
+        experts: int | Tensor = self.num_experts if experts_G is None else experts_G
         # 1e-9: c n / E that is whole on paper must not be rounded up for its last binary digit.
-        return (rows_G.double() * self.experts_per_token / self.num_experts - 1e-9).ceil().to(torch.int64)
+        return (rows_G.double() * self.experts_per_token / experts - 1e-9).ceil().to(torch.int64)
 
     def extra_repr(self) -> str:
         """What tells two routers apart in a printed model."""

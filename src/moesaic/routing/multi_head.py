@@ -153,6 +153,14 @@ class MultiHeadRouter(Router):
             scores_THE = scores_THE.log_softmax(-1) - math.log(self.num_heads)
         return scores_THE.flatten(1)
 
+    def restrict(self, logits_TE: Tensor, allowed_TE: Tensor) -> Tensor:
+        """See :meth:`Router.restrict`; with softmax each head's scores are normalised over its allowed experts."""
+        shape = (logits_TE.shape[0] * self.num_heads, self.head_experts)
+        masked = super().restrict(logits_TE.view(shape), allowed_TE.reshape(shape))
+        if self.score_function == "softmax":
+            masked = masked.log_softmax(-1) - math.log(self.num_heads)
+        return masked.view(logits_TE.shape)
+
     def choose(self, logits_TE: Tensor, context: Context, allowed_TE: Tensor | None = None) -> Tensor:
         """The k best allowed experts of each head, by score plus bias."""
         scores_TE = logits_TE.detach()

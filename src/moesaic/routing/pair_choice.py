@@ -151,7 +151,8 @@ class PairChoiceRouter(Router):
 
     def choose(self, logits_TE: Tensor, context: Context, allowed_TE: Tensor | None = None) -> Tensor:
         """The best allowed pairs of each group, row by row, experts in ascending order."""
-        scores_TE = self.scores(logits_TE.detach(), context)
+        logits_TE = logits_TE.detach() if allowed_TE is None else self.restrict(logits_TE.detach(), allowed_TE)
+        scores_TE = self.scores(logits_TE, context)
         eligible_TE = torch.ones_like(scores_TE, dtype=torch.bool) if allowed_TE is None else allowed_TE
         if context.token_mask_T is not None:
             eligible_TE = eligible_TE & context.token_mask_T[:, None]

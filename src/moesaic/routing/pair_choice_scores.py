@@ -22,7 +22,8 @@ def unified_score(
     .. math:: S = (1 - r)\, \mathrm{softmax}_e(A) + r\, f(A), \qquad f(A) = \tfrac{2}{E}\, \sigma(A)
 
     The softmax lets experts compete inside a row; the sigmoid looks at each pair alone, so that a row whose logits are
-    all high can win several experts and one whose logits are all low few or none. Both are 1 / E at logits 0.
+    all high can win several experts and one whose logits are all low few or none. Both are 1 / E at logits 0. Experts
+    whose logit is -inf do not count in E and score 0.
 
     Args:
         logits_TE: A, (T, E).
@@ -30,7 +31,7 @@ def unified_score(
         expert_side: f: ``"sigmoid"`` as above, or ``"token_softmax"``, the softmax over the rows of each group.
         group_T: (T,) int64 group of each row, numbered from 0, for ``"token_softmax"``; None for one group.
         token_mask_T: (T,) bool, False for padded rows, which take no part in the softmax over rows.
-        check: refuse logits that are not finite.
+        check: refuse logits that are not finite (-inf too).
 
     Returns:
         (T, E), not negative; float32 for logits of less.
@@ -56,7 +57,8 @@ def unified_score(
     if rate == 0:
         return row_side_TE
     if expert_side == "sigmoid":
-        expert_side_TE = logits_TE.sigmoid() * (2.0 / logits_TE.shape[1])
+        count_T1 = (logits_TE != -torch.inf).sum(-1, keepdim=True).to(logits_TE.dtype)
+        expert_side_TE = logits_TE.sigmoid() * (2.0 / count_T1)
     else:
         expert_side_TE = _softmax_over_rows(logits_TE, group_T, token_mask_T)
     return (1 - rate) * row_side_TE + rate * expert_side_TE

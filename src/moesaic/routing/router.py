@@ -9,7 +9,7 @@ from torch import Tensor
 
 from moesaic.routing.checks import checking
 from moesaic.routing.context import Context
-from moesaic.routing.routing import Routing
+from moesaic.routing.routing import Routing, mask_logits
 from moesaic.routing.state import StepState
 
 
@@ -58,14 +58,23 @@ class Router(StepState):
         Args:
             logits_TE: scores.
             context: see :class:`Context`.
-            allowed_TE: (T, E) bool; experts that may be chosen, None for all. A slot without an allowed expert stays
-                empty.
+            allowed_TE: (T, E) bool; experts that may be chosen, None for all. The choice is that of a router without
+                the others, whose logits do not count (:meth:`restrict`). A slot without an allowed expert stays empty.
         """
         raise NotImplementedError(f"{type(self).__name__} does not define choose")
 
     def weigh(self, logits_TE: Tensor, ids_TK: Tensor, context: Context) -> Tensor:
         """Combine weights (T, K) that this router gives to the choice ``ids_TK``, whoever made it; 0 in empty slots."""
         raise NotImplementedError(f"{type(self).__name__} does not define weigh")
+
+    def restrict(self, logits_TE: Tensor, allowed_TE: Tensor) -> Tensor:
+        """The logits (T, E) that this router would have formed without the experts outside ``allowed_TE``.
+
+        The others' are -inf, so no score counts them and weights are those of a router without them. A row in which
+        nothing is allowed stays as it was. A router whose logits depend on each other (standardised ones) says here
+        what becomes of the rest; restricting twice is restricting once.
+        """
+        return mask_logits(logits_TE, allowed_TE)
 
     # Composition -----------------------------------------------------------------------------------------------------
     def forward(self, x_TD: Tensor, context: Context | None = None) -> Routing:

@@ -35,7 +35,8 @@ class Routing:
         expert_ids_TK: (T, K) int64 expert ids; E marks an empty slot.
         weights_TK: (T, K) combine weights, the model's scale factor included; 0 in empty slots.
         num_experts: E.
-        logits_TE: (T, E) scores before normalisation, or None when they were never formed.
+        logits_TE: (T, E) scores before normalisation, or None when they were never formed; -inf for an expert that was
+            not allowed.
         token_mask_T: (T,) bool, False for padded rows, or None when every row is real.
         losses: name -> scalar, added by the router (its own terms) and by the layer.
         extras: what a method wants to carry along.
@@ -281,6 +282,11 @@ def gather_slots(scores_TE: Tensor, ids_TK: Tensor) -> Tensor:
     num_experts = scores_TE.shape[1]
     picked = scores_TE.gather(1, ids_TK.clamp(max=num_experts - 1))
     return torch.where(ids_TK < num_experts, picked, picked.new_zeros(()))
+
+
+def mask_logits(logits_TE: Tensor, allowed_TE: Tensor) -> Tensor:
+    """``logits_TE`` with -inf where ``allowed_TE`` is False; a row in which nothing is allowed stays as it was."""
+    return logits_TE.masked_fill(~allowed_TE & allowed_TE.any(1, keepdim=True), -torch.inf)
 
 
 def row_entropy(probs_TE: Tensor) -> Tensor:

@@ -121,8 +121,9 @@ class TopKSelection(Router):
 
         With groups, a group that lost all but one of its experts scores that one; one that lost all is never chosen.
         """
-        scores_TE = self.selection_scores(logits_TE.detach())
-        if allowed_TE is not None:
+        logits_TE = logits_TE.detach()
+        scores_TE = self.selection_scores(logits_TE if allowed_TE is None else self.restrict(logits_TE, allowed_TE))
+        if allowed_TE is not None:  # again: a bias on a score of 0 is more than -inf
             scores_TE = scores_TE.masked_fill(~allowed_TE, -torch.inf)
         if self.num_groups > 1:
             scores_TE = keep_best_groups(scores_TE, self.num_groups, self.top_groups)

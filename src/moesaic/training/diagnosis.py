@@ -73,7 +73,7 @@ def _floats(value: Any) -> Iterator[Tensor]:
     elif isinstance(value, Routing):
         yield value.weights_TK
         if value.logits_TE is not None:
-            yield value.logits_TE
+            yield value.logits_TE.masked_fill(value.logits_TE == -torch.inf, 0.0)  # experts that are not allowed
     elif isinstance(value, (tuple, list)):
         for item in value:
             yield from _floats(item)

@@ -77,7 +77,8 @@ class Selection:
     ) -> Tensor:
         """Ids (T, k) of the model's own choice among ``allowed_TE`` (T, E); E where too few are allowed.
 
-        The numbers of the model decide as they are: ``torch.topk`` on its own scores, ties as it breaks them.
+        The numbers of the model decide as they are: ``torch.topk`` on its own scores, ties as it breaks them. Whether
+        the others count in a softmax is the caller's to say (:func:`~moesaic.routing.routing.mask_logits`).
         """
         scores = SCORES[self.score](logits_TE)
         if self.bias is not None:

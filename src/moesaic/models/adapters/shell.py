@@ -5,17 +5,18 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import re
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from moesaic.layers.intervention import Chooser
 from moesaic.models.adapters.probe import Probe
 from moesaic.models.adapters.rules import Rule
 from moesaic.models.adapters.rules_beyond import SHARED
 from moesaic.models.adapters.weights import ForeignExperts, fill_empty
 from moesaic.routing import Context, Routing
+from moesaic.routing.routing import mask_logits
 
 _SCALE_NAME = re.compile(r"scaling_factor|route_scale|router_scale")
 
@@ -180,20 +181,31 @@ class Shell:
                 f"layer {self.name}: the model's own selection was not reproduced, so it cannot be"
                 " restricted; give ids_TK"
             )
-        extra = logits_TE.shape[1] - self.choices
-        if allowed_TE is not None and extra:
-            allowed_TE = torch.cat([allowed_TE, allowed_TE.new_ones((allowed_TE.shape[0], extra))], 1)
+        if allowed_TE is not None:
+            allowed_TE = self._all_columns(allowed_TE, logits_TE)
         k = self.found.top_k if k is None else k
         # A column that skips the experts takes part in the choice, those of shared experts do not.
         columns = logits_TE.shape[1] if self.skips else self.choices
         logits_TE, allowed_TE = logits_TE[:, :columns], None if allowed_TE is None else allowed_TE[:, :columns]
         return selection.choose(self.router, self.block, _float(logits_TE), k, allowed_TE).clamp(max=self.choices)
 
-    def chooser(self, output: tuple[Any, ...], context: Context) -> Callable[[Tensor | None, Tensor | None], Routing]:
+    def restrict(self, logits_TE: Tensor, allowed_TE: Tensor) -> Tensor:
+        """The logits of a model without the experts outside ``allowed_TE`` (T, E): -inf in their columns."""
+        some_T1 = allowed_TE.any(1, keepdim=True)  # a row in which nothing is allowed stays as it was
+        return mask_logits(logits_TE, self._all_columns(allowed_TE | ~some_T1, logits_TE))
+
+    def _all_columns(self, allowed_TE: Tensor, logits_TE: Tensor) -> Tensor:
+        """``allowed_TE`` with the router's columns beyond the experts (a class that skips them), always allowed."""
+        extra = logits_TE.shape[1] - allowed_TE.shape[1]
+        return torch.cat([allowed_TE, allowed_TE.new_ones((allowed_TE.shape[0], extra))], 1) if extra else allowed_TE
+
+    def chooser(self, output: tuple[Any, ...], context: Context) -> Chooser:
         """What ``call.choose`` does here."""
 
-        def choose(ids_TK: Tensor | None, allowed_TE: Tensor | None) -> Routing:
+        def choose(ids_TK: Tensor | None, allowed_TE: Tensor | None, keep_scores: bool) -> Routing:
             logits_TE = self.logits(output)
+            if allowed_TE is not None and not keep_scores:
+                logits_TE = self.restrict(logits_TE, allowed_TE)
             if ids_TK is None:
                 ids_TK = self.choose(logits_TE, allowed_TE, output[2].shape[-1])
             elif ids_TK.numel() and (int(ids_TK.min()) < 0 or int(ids_TK.max()) > self.choices):
