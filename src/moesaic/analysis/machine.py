@@ -50,6 +50,19 @@ def cpu_flags() -> list[str]:
     return []
 
 
+def available_memory() -> int:
+    """Bytes that this process can still take: what the kernel calls available, or less where a control group says."""
+    free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    info = Path("/proc/meminfo")
+    if info.exists():
+        for line in info.read_text(errors="replace").splitlines():
+            if line.startswith("MemAvailable:"):
+                free = int(line.split()[1]) * 1024
+    group = Path("/sys/fs/cgroup/memory.max")
+    limit = group.read_text().strip() if group.exists() else ""
+    return min(free, int(limit)) if limit.isdigit() else free
+
+
 def cpu_name() -> str:
     """Model name of the CPU, or the architecture where the kernel tells none."""
     info = Path("/proc/cpuinfo")

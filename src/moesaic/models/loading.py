@@ -9,8 +9,9 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
+from moesaic.models.architectures import CONFIGURATION_ERRORS, architecture, refusal_in_one_line
 from moesaic.models.configuration import FORMAT, MoesaicConfig
 from moesaic.models.loading_report import check_loading
 from moesaic.models.modeling import MoesaicForCausalLM
@@ -20,9 +21,9 @@ from moesaic.models.saving import ragged_class, restore_class
 def load(
     path: str | os.PathLike[str], *, dtype: torch.dtype | str = "auto", device: torch.device | str | None = None
 ) -> PreTrainedModel:
-    """Open a causal language model from a folder: ours, or any that transformers knows.
+    """Open a model from a folder: ours, or any that transformers knows, as the class that config.json names.
 
-    Nothing is downloaded. The model comes back in evaluation mode.
+    Nothing is downloaded, and code that a checkpoint brings is never run. The model comes back in evaluation mode.
 
     Args:
         path: folder with config.json and safetensors, or the folder of a finished ``moesaic train`` run.
@@ -31,14 +32,20 @@ def load(
 
     Raises:
         FileNotFoundError: no such folder, no config.json, no weights.
-        ValueError: a configuration that cannot be read, names an unknown part, or has a newer format; a damaged shard;
-            tensors that are missing, left over, of another shape, or hold NaN or inf, counted and the first ones named.
+        ValueError: a configuration that cannot be read, names an unknown model type or part, or has a newer format; a
+            damaged shard; tensors that are missing, left over, of another shape, or hold NaN or inf, counted and the
+            first ones named.
     """
     folder = model_folder(path)
-    kind = _model_type(folder)
+    config = _configuration(folder)
+    foreign = config["model_type"] != MoesaicConfig.model_type
+    cls: Any = MoesaicForCausalLM
+    options: dict[str, Any] = {}
+    if foreign:
+        cls, options["config"] = architecture(folder, config)
     _check_shards(folder)
     ragged = ragged_class(folder)
-    cls: Any = ragged or (MoesaicForCausalLM if kind == MoesaicConfig.model_type else AutoModelForCausalLM)
+    cls = ragged or cls
     try:
         model, report = cls.from_pretrained(
             folder,
@@ -47,9 +54,14 @@ def load(
             ignore_mismatched_sizes=True,  # reported below, by name
             local_files_only=True,
             use_safetensors=True,
+            **options,
         )
     except SafetensorError as error:
         raise ValueError(f"{folder} holds a damaged safetensors file: {error}") from error
+    except CONFIGURATION_ERRORS as error:
+        if not foreign:
+            raise
+        raise ValueError(refusal_in_one_line(folder, config, error)) from error
     check_loading(str(folder), report)
     if ragged is not None:
         restore_class(model)
@@ -75,21 +87,21 @@ def _check_finite(folder: Path, model: PreTrainedModel) -> None:
         raise ValueError(f"{folder} holds {len(bad)} tensors with NaN or inf: {', '.join(bad[:5])}{more}")
 
 
-def _model_type(folder: Path) -> str:
+def _configuration(folder: Path) -> dict[str, Any]:
     if not folder.is_dir():
         raise FileNotFoundError(f"{folder} is not a folder: give the folder of a checkpoint, with config.json in it")
     file = folder / "config.json"
     if not file.is_file():
         raise FileNotFoundError(f"{folder} has no config.json: it is not a checkpoint")
     try:
-        config = json.loads(file.read_text(encoding="utf-8"))
-        kind = config["model_type"]
+        config: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+        config["model_type"] = str(config["model_type"])
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{file} is not the configuration of a model: {type(error).__name__}: {error}") from error
     version = config.get("moesaic_format", 0)
     if isinstance(version, int) and version > FORMAT:
         raise ValueError(f"{file} has format {version}, this moesaic reads up to {FORMAT}: install a newer moesaic")
-    return str(kind)
+    return config
 
 
 def _check_shards(folder: Path) -> None:
