@@ -270,7 +270,7 @@ def test_adapters_on_experts_are_refused_and_elsewhere_do_not_matter() -> None:
     model.model.layers[0].self_attn.q_proj = Adapter(model.model.layers[0].self_attn.q_proj)
     drop_experts(model, [0])
     model.model.layers[1].mlp.experts = Adapter(model.model.layers[1].mlp.experts)
-    with pytest.raises(ValueError, match=r"model.layers.1.mlp.experts \(Adapter\) adapts .* merge the adapter"):
+    with pytest.raises(ValueError, match=r"model.layers.1.mlp.experts \(Adapter\) holds .*merge it first"):
         drop_experts(model, [0])
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import logging
 import types
@@ -42,6 +43,7 @@ class FastExperts:
         for module in self._modules:
             if getattr(vars(module).get("forward"), "__func__", None) is fast_experts_forward:
                 del module.forward
+            vars(module).pop("__deepcopy__", None)
         self._configs.clear()
         self._modules.clear()
 
@@ -59,13 +61,43 @@ class FastExperts:
         return "\n".join(lines)
 
 
+class Switched(str):
+    """The name of ours in a configuration; a copy or a pickle of the configuration holds what stood there before."""
+
+    before: str | None
+
+    def __new__(cls, before: str | None) -> Switched:
+        """A string equal to the name of ours."""
+        made = super().__new__(cls, NAME)
+        made.before = before
+        return made
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> str | None:
+        return self.before
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _same, (self.before,)
+
+
+def _same(value: str | None) -> str | None:
+    return value
+
+
+def _copy_as_it_was(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
+    """A deep copy of a bank whose forward was replaced: without the replacement."""
+    made = memo[id(module)] = type(module).__new__(type(module))
+    ours = ("forward", "__deepcopy__")
+    made.__dict__.update({key: copy.deepcopy(value, memo) for key, value in vars(module).items() if key not in ours})
+    return made
+
+
 def use_fast_experts(model: nn.Module) -> FastExperts:
     """Compute the experts of ``model`` by our backends; routers, overrides and records stay as they are.
 
     Families that transformers' experts interface reaches are switched there (under the name ``moesaic``); where it does
     not reach, the bank's own forward is replaced if ours gives the same on a few rows. Logits and gradients agree with
     the eager ones within rounding (1e-5 in float32 on small models); sums over a row's experts are taken in float32
-    also in a bfloat16 model.
+    also in a bfloat16 model. A deep copy of the model taken meanwhile is as the model was before.
 
     Args:
         model: a model of transformers or any module that holds one; layers of ours are fast already.
@@ -100,8 +132,9 @@ def _switch(layer: MoELayer, done: FastExperts) -> str:
     if _reached(module):
         config: Any = module.config
         if config._experts_implementation_internal != NAME:
-            done._configs.append((config, config._experts_implementation_internal))
-            config._experts_implementation_internal = NAME
+            before = config._experts_implementation_internal
+            done._configs.append((config, before))
+            config._experts_implementation_internal = Switched(before)
         done.covered[layer.name] = "through transformers' experts interface"
         return ""
     reason = _replace(bank, done)
@@ -156,6 +189,7 @@ def _replace(bank: ForeignExperts, done: FastExperts) -> str:
     if got.numel() != want.numel() or not torch.allclose(got.flatten(), want.flatten(), tolerance, tolerance):
         return "its forward computes something else than the experts that its weights describe"
     module.forward = types.MethodType(fast_experts_forward, module)
+    module.__dict__["__deepcopy__"] = types.MethodType(_copy_as_it_was, module)
     done._modules.append(module)
     return ""
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib
 import json
 import os
 from collections.abc import Iterator, Mapping
@@ -12,14 +11,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 from torch import nn
 from transformers import PreTrainedModel
 
 from moesaic.formats.atomic import atomic_folder
+from moesaic.models.architectures import model_class
 from moesaic.models.expert_index import expert_tensors
 from moesaic.models.handle import MoELayer, moe_layers, select_layers
 from moesaic.models.masked import padded
+from moesaic.models.shared import written_state
+from moesaic.models.surgery_checks import check_adapters
 from moesaic.models.surgery_counts import NOTE, configurations, note_of, numbers_of, set_layer_counts, stated_counts
 
 
@@ -30,7 +31,7 @@ class Saved:
     Args:
         path: the folder.
         native: whether stock ``from_pretrained`` opens it; otherwise :func:`moesaic.load` does.
-        experts: layer -> experts in the file.
+        experts: layer -> experts in the file, each place of a shared block by its own name.
         bytes: size of the folder.
     """
 
@@ -48,7 +49,8 @@ def save(
     Where all layers have the same number of experts and the same top-k, the checkpoint is the family's own and stock
     ``from_pretrained`` opens it. Where they differ, no configuration of transformers can say so: the tensors keep the
     family's names, ``config.json`` carries the numbers of each layer under ``moesaic_experts``, stock tools refuse it
-    by shape and :func:`moesaic.load` opens it.
+    by shape and :func:`moesaic.load` opens it. A block that several layers share is written for each of them and opens
+    as equal copies.
 
     Args:
         model: a model of ours or of transformers.
@@ -70,6 +72,7 @@ def save(
         raise TypeError(f"model must be a PreTrainedModel, got {type(plain).__name__}")
     layers = moe_layers(plain)
     for layer in layers:
+        check_adapters(plain, layer)
         _check_counts(layer)
     if masked:
         with padded(plain):
@@ -80,9 +83,9 @@ def save(
     if not ragged:
         _check_config(plain, layers)
     with atomic_folder(path) as folder, _noted(plain, note if ragged else None):
-        plain.save_pretrained(folder, max_shard_size=max_shard_size)
+        plain.save_pretrained(folder, max_shard_size=max_shard_size, state_dict=written_state(plain))
     size = sum(file.stat().st_size for file in Path(path).rglob("*") if file.is_file())
-    return Saved(Path(path), not ragged, {layer.name: layer.num_experts for layer in layers}, size)
+    return Saved(Path(path), not ragged, {name: entry["num_experts"] for name, entry in note["layers"].items()}, size)
 
 
 def ragged_class(folder: Path) -> type[PreTrainedModel] | None:
@@ -106,7 +109,9 @@ def ragged_class(folder: Path) -> type[PreTrainedModel] | None:
         name, kind = str(config["architectures"][0]), str(config["model_type"])
     except (AttributeError, KeyError, TypeError, ValueError, IndexError) as error:
         raise ValueError(f"{folder / 'config.json'}: {NOTE} is damaged ({type(error).__name__}: {error})") from error
-    base = _model_class(name, str(note.get("module", "")), kind)
+    base = model_class(name, kind, str(note.get("module", "")))
+    if base is None:
+        raise ValueError(f"the model class {name} of type {kind!r} is not in the installed transformers or moesaic")
 
     def build(self: PreTrainedModel, config: Any, *args: Any, **kwargs: Any) -> None:
         base.__init__(self, config, *args, **kwargs)
@@ -125,16 +130,6 @@ def restore_class(model: PreTrainedModel) -> PreTrainedModel:
     """Give a model of :func:`ragged_class` its family's own class back."""
     model.__class__ = type(model).__mro__[1]
     return model
-
-
-def _model_class(name: str, module: str, kind: str) -> type[PreTrainedModel]:
-    found: Any = None
-    if module.startswith(("transformers.", "moesaic.")):
-        found = getattr(importlib.import_module(module), name, None)
-    found = getattr(transformers, name, None) if found is None else found
-    if not (isinstance(found, type) and issubclass(found, PreTrainedModel)):
-        raise ValueError(f"the model class {name} of type {kind} is not in the installed transformers or moesaic")
-    return found
 
 
 @torch.no_grad()

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from moesaic.models.expert_index import ExpertTensor, expert_tensors
 from moesaic.models.handle import MoELayer, moe_layers, select_layers
 from moesaic.models.surgery_checks import (
+    check_adapters,
     check_ids,
     check_sources,
     check_tensors,
@@ -267,6 +268,7 @@ def _plan(
 ) -> _Plan:
     sources = [int(i) for i in ids]
     check_ids(layer, list(dict.fromkeys(sources)), "sources")
+    check_adapters(model, layer)
     tensors = expert_tensors(layer)
     check_tensors(model, layer, tensors)
     top_k = check_sources(layer, sources, clamp_k)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from moesaic.models.expert_index import ExpertTensor
 from moesaic.models.handle import MoELayer
 
+_ADAPTED = ("lora_A", "base_layer", "parametrizations")
 _GROUPS = ("num_groups", "num_group", "n_group", "n_groups", "num_expert_group")
 _KEPT = ("top_groups", "topk_group", "top_k_group", "topk_groups")
 
@@ -115,7 +116,7 @@ def check_tensors(model: nn.Module, layer: MoELayer, tensors: Sequence[ExpertTen
     """Refuse weights whose rows cannot be moved.
 
     Raises:
-        ValueError: quantized, sharded over devices, offloaded, under an adapter, or a router that is not finite; named.
+        ValueError: quantized, sharded over devices, offloaded, or a router that is not finite; named.
     """
     method = getattr(getattr(model, "config", None), "quantization_config", None)
     for item in tensors:
@@ -137,20 +138,39 @@ def check_tensors(model: nn.Module, layer: MoELayer, tensors: Sequence[ExpertTen
             )
         if item.part == "router" and not bool(torch.isfinite(value).all()):
             raise ValueError(f"{item.name} holds NaN or inf: the router is damaged, nothing was changed")
-    _check_adapters(model, layer)
 
 
-def _check_adapters(model: nn.Module, layer: MoELayer) -> None:
+def check_adapters(model: nn.Module, layer: MoELayer) -> None:
+    """Refuse a layer whose router or experts an adapter changes (LoRA and others of peft, parametrizations).
+
+    Asked before its tensors are looked at: an adapter's own would be taken for the router's.
+
+    Raises:
+        ValueError: naming the module, its class, and the adapters on it.
+    """
     roots = [part for part in (_module(layer.router), _module(layer.experts)) if part is not None]
     inside = {id(module) for root in roots for module in root.modules()}
     for name, module in model.named_modules():
-        if not hasattr(module, "lora_A") and not hasattr(module, "parametrizations"):
+        if not any(hasattr(module, sign) for sign in _ADAPTED):
             continue
         if id(module) in inside or any(id(child) in inside for child in module.modules()):
+            what, how = _adapter(module)
             raise ValueError(
-                f"{name} ({type(module).__name__}) adapts the router or the experts of layer {layer.name}, and its"
-                " tensors would not follow: merge the adapter first (merge_and_unload), then change the experts"
+                f"{name} ({type(module).__name__}) holds {what} on the router or the experts of layer {layer.name}, and"
+                f" its tensors would not follow: merge it first ({how}), then change the experts"
             )
+
+
+def _adapter(module: nn.Module) -> tuple[str, str]:
+    """Which adapters ``module`` holds, and what merges them."""
+    found: Any = getattr(module, "parametrizations", None)
+    if found is not None:
+        return f"a parametrization of {', '.join(found)}", "torch.nn.utils.parametrize.remove_parametrizations"
+    named = getattr(module, "lora_A", None)
+    if not isinstance(named, (dict, nn.ModuleDict, nn.ParameterDict)):
+        named = getattr(module, "active_adapters", None) or ()
+    names = ", ".join(repr(str(name)) for name in named)
+    return f"the adapter {names}" if names else "an adapter", "merge_and_unload of peft, or merge"
 
 
 def _module(part: Any) -> nn.Module | None:

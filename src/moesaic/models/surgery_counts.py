@@ -100,11 +100,16 @@ def numbers_of(layers: Sequence[MoELayer]) -> dict[str, tuple[int, int | None]]:
 
 
 def note_of(model: nn.Module, numbers: Numbers) -> dict[str, Any]:
-    """What the configuration carries where layers differ: the numbers of each, and where the model's class lives."""
-    return {
-        "module": type(model).__module__,
-        "layers": {name: {"num_experts": count, "top_k": top_k} for name, (count, top_k) in numbers.items()},
-    }
+    """What the configuration carries where layers differ: the numbers of each, and where the model's class lives.
+
+    A block that several layers share is named once for each: a file opens it as copies.
+    """
+    of_module = {id(model.get_submodule(name)): found for name, found in numbers.items()}
+    layers = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        if id(module) in of_module:
+            layers[name] = dict(zip(("num_experts", "top_k"), of_module[id(module)], strict=True))
+    return {"module": type(model).__module__, "layers": layers}
 
 
 def count_holders(model: nn.Module) -> list[Any]:
