@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     )
     from moesaic.models.surgery_optimizer import remap_optimizer
     from moesaic.models.swap import swap_routing
+    from moesaic.models.trace import RoutingTrace
 
 _HOME = {
     "Exported": "exporting",
@@ -47,6 +48,7 @@ _HOME = {
     "moe_layers": "handle",
     "override_routing": "override",
     "rearrange_experts": "surgery",
+    "RoutingTrace": "trace",
     "record_routing": "record",
     "remap_optimizer": "surgery_optimizer",
     "reorder_experts": "surgery",
@@ -63,6 +65,7 @@ __all__ = [
     "MoesaicForCausalLM",
     "MoesaicModel",
     "MoesaicOutput",
+    "RoutingTrace",
     "Saved",
     "Surgery",
     "drop_experts",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from moesaic.layers.intervention import Call
 from moesaic.models.adapters.hooks import intervene
 from moesaic.models.handle import MoELayer, select_layers
+from moesaic.models.trace import TraceRecorder
 from moesaic.routing import Context, Routing
 from moesaic.routing.state import in_recompute
 
@@ -43,6 +45,7 @@ class Record:
         self.layers = list(layers)
         self._entries: list[tuple[int, Any]] = []
         self._closed = False
+        self._streamed: tuple[int, str] | None = None
 
     @property
     def calls(self) -> list[Any]:
@@ -52,6 +55,10 @@ class Record:
             RuntimeError: the block is over and no layer reported anything.
         """
         self._check()
+        if self._streamed is not None:
+            raise RuntimeError(
+                f"the calls were streamed to {self._streamed[1]}: open them with moesaic.RoutingTrace.load"
+            )
         return [entry for _, entry in self._entries]
 
     def by_layer(self, index: int) -> list[Any]:
@@ -68,10 +75,10 @@ class Record:
         return [entry for place, entry in self._entries if place == index]
 
     def __len__(self) -> int:
-        return len(self._entries)
+        return len(self._entries) if self._streamed is None else self._streamed[0]
 
     def _check(self) -> None:
-        if self._closed and not self._entries:
+        if self._closed and not len(self):
             raise RuntimeError(_NOTHING)
 
     def _close(self) -> None:
@@ -91,6 +98,7 @@ def record_routing(
     outputs: bool = False,
     reduce: Callable[[RecordedCall], Any] | None = None,
     layers: Sequence[int | str | MoELayer] | None = None,
+    stream_to: str | os.PathLike[str] | None = None,
 ) -> Iterator[Record]:
     """Record, inside the block, every decision of the model's MoE layers; what the model computes stays bit-identical.
 
@@ -106,20 +114,28 @@ def record_routing(
         reduce: called with each :class:`RecordedCall` (input and output always there); only what it returns is kept,
             so memory stays flat over any number of tokens.
         layers: indices, names or handles of MoE layers; all by default.
+        stream_to: folder of a new trace to which the routings are written as they come, with flat memory and readable
+            after a kill; open it with :class:`~moesaic.models.trace.RoutingTrace`. The record keeps no call then.
 
     Yields:
         The record. It warns at the end of the block, and raises when read after it, if no layer reported anything.
 
     Raises:
-        ValueError: no MoE layer, or an unknown one in ``layers``.
+        ValueError: no MoE layer, or an unknown one in ``layers``; ``stream_to`` beside what it does not write
+            (``hidden``, ``outputs``, ``reduce``), or a folder that holds a trace.
     """
+    if stream_to is not None and (hidden or outputs or reduce is not None):
+        raise ValueError("stream_to writes routings only: leave hidden, outputs and reduce out, or give no stream_to")
     chosen = select_layers(model, layers)
     record = Record(chosen)
-    recorder = _Recorder(record, hidden, outputs, reduce)
+    trace = None if stream_to is None else TraceRecorder(stream_to, chosen)
+    recorder = _Recorder(record, hidden, outputs, reduce, trace)
     try:
         with intervene(model, [layer.shell for layer in chosen if layer.shell is not None], recorder):
             yield record
     finally:
+        if trace is not None:
+            trace.writer.flush()
         record._close()
     if not len(record):
         warnings.warn(_NOTHING, RuntimeWarning, stacklevel=3)
@@ -127,9 +143,15 @@ def record_routing(
 
 class _Recorder:
     def __init__(
-        self, record: Record, hidden: bool, outputs: bool, reduce: Callable[[RecordedCall], Any] | None
+        self,
+        record: Record,
+        hidden: bool,
+        outputs: bool,
+        reduce: Callable[[RecordedCall], Any] | None,
+        trace: TraceRecorder | None,
     ) -> None:
         self._record = record
+        self._trace = trace
         self._hidden = hidden or reduce is not None
         self._outputs = outputs or reduce is not None
         self._reduce = reduce
@@ -143,6 +165,10 @@ class _Recorder:
 
     def output(self, call: Call, y_TO: Tensor) -> Tensor:
         if in_recompute():
+            return y_TO
+        if self._trace is not None:
+            self._trace.add(call.layer, call.routing, call.context)
+            self._record._streamed = (self._trace.writer.calls, str(self._trace.writer.folder))
             return y_TO
         recorded = RecordedCall(
             call.layer,
