@@ -5,7 +5,7 @@ and layers, its tensors hold a stretch of calls. A killed writer loses the shard
 
 | tensor | shape | holds |
 |---|---|---|
-| ``call/layer``, ``call/rows``, ``call/slots``, ``call/phase``, ``call/pass`` | (C,) int64 | an entry a call, in order |
+| ``call/layer``, ``call/rows``, ``call/slots``, ``call/phase``, ``call/pass`` | (C,) int64 | one a call, in order |
 | ``ids`` | (sum of rows x slots,) int16 or int32 | expert ids, the number of experts in empty slots |
 | ``weights`` | the same, float32 | combine weights |
 | ``pass/rows`` | (P,) int64 | rows of each forward pass that the shard touches, ``pass/number`` its number |
