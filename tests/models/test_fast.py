@@ -19,7 +19,8 @@ from moesaic.routing import Routing
 from tests.models.families import FAMILIES, build, run
 from tests.models.small import small_model
 
-FLOAT32_EXPERTS = ("beam", "openai_privacy_filter")  # their eager experts compute in float32 whatever the model's dtype
+# Their eager experts compute in float32, or weigh by float32 weights (longcat_flash of 5.24), whatever the model's dtype.
+FLOAT32_INSIDE = ("beam", "openai_privacy_filter", "longcat_flash")
 
 
 @pytest.fixture(scope="module", params=list(FAMILIES))
@@ -66,7 +67,7 @@ def test_logits_and_gradients_equal_eager(family: tuple[str, nn.Module], monkeyp
     with use_fast_experts(double):
         after = gradients(double)
     assert before.keys() == after.keys()
-    bound = 1e-5 if name in FLOAT32_EXPERTS else 1e-9
+    bound = 1e-5 if name in FLOAT32_INSIDE else 1e-9
     for key, value in before.items():
         assert torch.allclose(after[key], value, atol=bound * float(value.abs().max()) + 1e-12, rtol=bound), key
     ran.clear()

@@ -233,7 +233,7 @@ class TraceReader:
                 f"{path} has version {header['version']}, this moesaic reads up to {FORMAT_VERSION}:"
                 " install a newer one"
             )
-        return header["layers"]
+        return str(header["layers"])
 
     def _count(self, path: Path) -> int:
         with safe_open(path, framework="pt") as file:
@@ -249,7 +249,7 @@ class TraceReader:
 
 def _calls(tensors: Mapping[str, Tensor]) -> list[TraceCall]:
     sizes = tensors["pass/rows"].tolist()
-    split = {name: tensors[name].split(sizes) for name in ("mask", "group", "position")}
+    split = {name: torch.split(tensors[name], sizes) for name in ("mask", "group", "position")}
     passes = {
         number: PassRows(split["mask"][i], split["group"][i], split["position"][i])
         for i, number in enumerate(tensors["pass/number"].tolist())

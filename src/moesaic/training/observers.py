@@ -112,8 +112,9 @@ class ProgressLine(Observer):
 
     def on_start(self, step: int, steps: int | None, seconds: float | None) -> None:
         """Draw the empty line."""
-        self._progress.start()
-        self._progress.update(self._task, step=step)
+        if not self._progress.disable:
+            self._progress.start()
+            self._progress.update(self._task, step=step)
 
     def on_log(self, metrics: Mapping[str, Any]) -> None:
         """Redraw with the latest numbers."""
@@ -131,7 +132,8 @@ class ProgressLine(Observer):
 
     def on_end(self) -> None:
         """Leave the line as it is."""
-        self._progress.stop()
+        if not self._progress.disable:
+            self._progress.stop()
 
 
 def _speed(metrics: Mapping[str, Any]) -> str:
