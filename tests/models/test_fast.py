@@ -19,7 +19,7 @@ from moesaic.routing import Routing
 from tests.models.families import FAMILIES, build, run
 from tests.models.small import small_model
 
-# Their eager experts compute in float32, or weigh by float32 weights (longcat_flash of 5.24), whatever the model's dtype.
+# Their eager experts compute in float32, or weigh by float32 weights (longcat_flash of 5.24), whatever the dtype.
 FLOAT32_INSIDE = ("beam", "openai_privacy_filter", "longcat_flash")
 
 
