@@ -70,6 +70,11 @@ class Family:
         score: how its logits become probabilities.
         top_k: experts a row takes.
         choices: what a row can choose from; more than the experts where some return their input.
+        experts: E.
+        form: how router and experts speak: ``"stacked"``, or a form of the family's own.
+        gone: experts that can be dropped together from a model without groups.
+        order: a new order of the experts that changes nothing; None for backwards.
+        alone: index of the last layer whose experts can be run outside the model.
     """
 
     model: str
@@ -78,6 +83,11 @@ class Family:
     score: str = "softmax"
     top_k: int = TOP_K
     choices: int = EXPERTS
+    experts: int = EXPERTS
+    form: str = "stacked"
+    gone: tuple[int, ...] = (1,)
+    order: tuple[int, ...] | None = None
+    alone: int = -1
 
 
 FAMILIES = {
@@ -180,6 +190,82 @@ FAMILIES = {
         layers=2,
         choices=EXPERTS + 4,
     ),
+    # choice and weights in forms of their own
+    "dbrx": Family(
+        "DbrxForCausalLM",
+        {
+            "d_model": 32,
+            "n_heads": 4,
+            "n_layers": 3,
+            "max_seq_len": 64,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
+            "attn_config": {"kv_n_heads": 2, "clip_qkv": 8.0, "rope_theta": 1e4},
+            "ffn_config": {
+                "hidden_size": 32,
+                "ffn_hidden_size": 16,
+                "moe_num_experts": EXPERTS,
+                "moe_top_k": TOP_K,
+                "moe_normalize_expert_weights": 2.0,
+            },
+        },
+        form="block selects",
+    ),
+    "llama4": Family(
+        "Llama4ForCausalLM",
+        {"intermediate_size_mlp": 24, "interleave_moe_layer_step": 1, "attention_chunk_size": 8},
+        score="sigmoid",
+        form="dense scores",
+    ),
+    "jetmoe": Family(
+        "JetMoeForCausalLM", {"kv_channels": 8, "num_key_value_heads": 2}, layers=6, form="sorted rows", alone=-2
+    ),
+    "switch_transformers": Family(
+        "SwitchTransformersForConditionalGeneration",
+        {
+            "d_model": 32,
+            "d_kv": 8,
+            "d_ff": 24,
+            "num_layers": 2,
+            "num_decoder_layers": 2,
+            "num_heads": 4,
+            "num_sparse_encoder_layers": 1,
+            "num_sparse_decoder_layers": 1,
+            "decoder_start_token_id": 0,
+            "expert_capacity": 3,
+        },
+        layers=2,
+        top_k=1,
+        form="one-hot slots",
+    ),
+    "nllb_moe": Family(
+        "NllbMoeForConditionalGeneration",
+        {
+            "d_model": 32,
+            "encoder_layers": 2,
+            "decoder_layers": 2,
+            "encoder_attention_heads": 4,
+            "decoder_attention_heads": 4,
+            "encoder_ffn_dim": 24,
+            "decoder_ffn_dim": 24,
+            "encoder_sparse_step": 2,
+            "decoder_sparse_step": 2,
+            "moe_token_dropout": 0.0,
+            "decoder_start_token_id": 2,
+        },
+        layers=2,
+        top_k=2,
+        form="two masks",
+        order=(0, 1, 7, 6, 5, 4, 3, 2),
+    ),
+    "doge": Family(
+        "DogeForCausalLM",
+        {"is_moe": True, "num_experts": 16},
+        choices=16,
+        experts=16,
+        form="product keys",
+        gone=(1, 4, 5, 6, 7, 9, 13),
+        order=tuple(4 * first + second for first in (2, 0, 3, 1) for second in (2, 0, 3, 1)),
+    ),
 }
 
 
@@ -202,6 +288,8 @@ def build(name: str, **changes: Any) -> nn.Module:
 def run(model: nn.Module, ids_BS: Tensor | None = None, **inputs: Any) -> Tensor:
     """Logits without cache; the last hidden state of a model without a head."""
     ids_BS = token_ids() if ids_BS is None else ids_BS
+    if model.config.is_encoder_decoder:
+        inputs.setdefault("decoder_input_ids", token_ids(*ids_BS.shape, seed=2))
     output = model(input_ids=ids_BS, use_cache=False, **inputs)
     logits: Tensor | None = getattr(output, "logits", None)
     return output.last_hidden_state if logits is None else logits
@@ -216,7 +304,7 @@ def token_ids(batch: int = 2, length: int = 9, seed: int = 1) -> Tensor:
 def _sharpen(model: nn.Module) -> None:
     """Weights of unit gain, routers sharper, biases and scales off their defaults: initial values hide most errors."""
     generator = torch.Generator().manual_seed(0)
-    leave = re.compile(r"A_log|dt_bias|conv1d|\.D$|freq")
+    leave = re.compile(r"A_log|dt_bias|conv1d|\.D$|freq|embed_positions")
     for name, value in (*model.named_parameters(), *model.named_buffers()):
         if not value.dtype.is_floating_point or leave.search(name) or value.numel() < 2:
             continue

@@ -23,7 +23,7 @@ from tests.models.small import small_model
 FLOAT32_INSIDE = ("beam", "openai_privacy_filter", "longcat_flash")
 
 
-@pytest.fixture(scope="module", params=list(FAMILIES))
+@pytest.fixture(scope="module", params=[name for name, spec in FAMILIES.items() if spec.form == "stacked"])
 def family(request: pytest.FixtureRequest) -> Iterator[tuple[str, nn.Module]]:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -46,6 +46,12 @@ def test_a_model_without_readable_experts_says_why() -> None:
         bank.down_proj = nn.Parameter(bank.down_proj.to(torch.float8_e4m3fn), requires_grad=False)
     with pytest.raises(ValueError, match=r"no MoE layer .* can run by our backends: .*layers.*quantized"):
         use_fast_experts(model)
+
+
+@pytest.mark.parametrize("name", [name for name, spec in FAMILIES.items() if spec.form != "stacked"])
+def test_forms_of_their_own_run_as_before(name: str) -> None:
+    with pytest.raises(ValueError, match="stored or called in a form of their own"):
+        use_fast_experts(build(name))
 
 
 def test_logits_and_gradients_equal_eager(family: tuple[str, nn.Module], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,6 +18,7 @@ from moesaic.models.record import record_routing
 from moesaic.routing import Routing
 from moesaic.routing.top_k import TopKRouter
 from tests.models.families import EXPERTS, FAMILIES, build, run
+from tests.models.forms import watch
 
 
 @pytest.fixture(scope="module", params=list(FAMILIES))
@@ -35,7 +36,7 @@ def test_layers_experts_and_rule_are_found(family: tuple[str, nn.Module]) -> Non
     assert [layer.index for layer in layers] == list(range(spec.layers))
     for layer in layers:
         assert model.get_submodule(layer.name) is layer.module
-        assert layer.num_experts == EXPERTS
+        assert layer.num_experts == spec.experts
         assert layer.top_k == spec.top_k
         assert layer.router.num_experts == spec.choices
         assert layer.rule.weigh is not None and layer.rule.reason == ""
@@ -46,19 +47,19 @@ def test_layers_experts_and_rule_are_found(family: tuple[str, nn.Module]) -> Non
 def test_recording_and_identity_change_nothing(family: tuple[str, nn.Module]) -> None:
     name, model = family
     plain = run(model)
-    seen: list[tuple[torch.Tensor, ...]] = []
-    handles = [layer.shell.router.register_forward_hook(lambda *a: seen.append(a[-1])) for layer in moe_layers(model)]
+    seen: list[torch.Tensor] = []
+    handles = [handle for layer in moe_layers(model) for handle in watch(FAMILIES[name], layer, seen)]
     with record_routing(model, hidden=True, outputs=True) as record:
         assert torch.equal(run(model), plain)
     for handle in handles:
         handle.remove()
     assert len(record.calls) == FAMILIES[name].layers == len(seen)
-    for call, output in zip(record.calls, seen, strict=True):
+    for call, weights_TE in zip(record.calls, seen, strict=True):
         routing = call.routing
         assert routing.score_function == FAMILIES[name].score
-        assert torch.equal(routing.expert_ids_TK, output[2].view(routing.expert_ids_TK.shape))
+        assert torch.equal(routing.mask_TE, weights_TE != 0)
         factor = call.layer.shell.block_factor  # a factor that the block applies is part of the weights
-        assert torch.equal(routing.weights_TK, output[1].view(routing.weights_TK.shape) * factor)
+        assert torch.allclose(routing.weights_TE, weights_TE * factor, rtol=1e-6, atol=0.0)
         assert call.x.shape == (18, 32)
         assert call.y.shape == (18, 32)
         assert call.context.position_T.tolist() == [*range(9), *range(9)]
@@ -79,13 +80,15 @@ def test_scores_are_logits(family: tuple[str, nn.Module]) -> None:
         if name == "phimoe":  # two softmaxes: the second ratio differs from the first
             continue
         probs = logits.softmax(-1) if FAMILIES[name].score == "softmax" else logits.sigmoid()
-        chosen = probs.gather(1, call.routing.expert_ids_TK)
+        filled = call.routing.filled_TK
+        chosen = probs.gather(1, call.routing.expert_ids_TK.clamp(max=probs.shape[1] - 1))
         scale = None
         if "per_expert_scale" in call.layer.rule.description:
             scale = call.layer.shell.router.per_expert_scale[call.routing.expert_ids_TK]
         weights = call.routing.weights_TK if scale is None else call.routing.weights_TK / scale
         ratio = weights / chosen
-        assert torch.allclose(ratio, ratio[:, :1].expand_as(ratio), rtol=1e-4)
+        largest = ratio.masked_fill(~filled, 0.0).amax(1, keepdim=True)
+        assert torch.allclose(ratio[filled], largest.expand_as(ratio)[filled], rtol=1e-4)
 
 
 @torch.no_grad()
@@ -93,6 +96,9 @@ def test_forced_routing_is_obeyed(family: tuple[str, nn.Module]) -> None:
     """The routed part equals a dense sum over experts run one at a time, with the forced weights."""
     name, model = family
     choices = FAMILIES[name].choices
+    if FAMILIES[name].form != "stacked":
+        _last_layer_obeys(name, model)
+        return
     forced = Routing.from_dense(
         torch.rand(18, choices, generator=torch.Generator().manual_seed(3)).clamp(min=0.5) - 0.5
     )
@@ -118,6 +124,30 @@ def test_forced_routing_is_obeyed(family: tuple[str, nn.Module]) -> None:
             layer.experts.module._forward_hooks.clear()
 
 
+def _last_layer_obeys(name: str, model: nn.Module) -> None:
+    """What the block adds for a forced routing, beside what it gives for none, is the sum over the experts named."""
+    last, choices = FAMILIES[name].alone, FAMILIES[name].choices
+    weights = torch.rand(18, choices, generator=torch.Generator().manual_seed(3)).clamp(min=0.5) - 0.5
+    forced, none = Routing.from_dense(weights), Routing.from_dense(torch.zeros_like(weights))
+    outputs = []
+    for routing in (forced, none):
+        with (
+            record_routing(model, hidden=True, outputs=True, layers=[last]) as record,
+            override_routing(model, lambda call, r=routing: r, layers=[last]),
+        ):
+            run(model)
+        outputs.append(record.calls[0])
+    layer, x_TD = outputs[0].layer, outputs[0].x
+    want = torch.zeros_like(x_TD)
+    for expert in range(choices):
+        column = weights[:, expert : expert + 1]
+        ids = torch.full((18, 1), expert).masked_fill(column == 0, choices)
+        want += layer.experts(x_TD, Routing(ids, column, choices))
+    assert torch.allclose(outputs[0].y - outputs[1].y, want, atol=2e-5, rtol=1e-4)
+    with pytest.raises(IndexError, match="experts 0"):
+        layer.experts.weights([choices])
+
+
 @torch.no_grad()
 @pytest.mark.case("C13")
 def test_empty_slots_touch_no_expert(family: tuple[str, nn.Module]) -> None:
@@ -136,21 +166,24 @@ def test_empty_slots_touch_no_expert(family: tuple[str, nn.Module]) -> None:
     with override_routing(model, widen):
         assert torch.allclose(run(model), plain, atol=1e-5)
 
+    if FAMILIES[name].form == "dense scores":
+        return  # its kernel runs every expert on every row
     broken = copy.deepcopy(model)
     for layer in moe_layers(broken):
-        # Not expert 0: longcat_flash itself runs every second expert, with weight 0, for choices of identity experts.
-        layer.experts.write(1, {"down": torch.full_like(layer.experts.weights([1])["down"][0], torch.nan)})
+        # Not an even one: longcat_flash itself runs these, with weight 0, for choices of identity experts. Nor 1, which
+        # nllb_moe runs for every first choice.
+        layer.experts.write(3, {"down": torch.full_like(layer.experts.weights([3])["down"][0], torch.nan)})
 
     def without_broken(call):
         ids = call.routing.expert_ids_TK
-        drop = ids == 1
+        drop = ids == 3
         return call.routing.replace(
             expert_ids_TK=ids.masked_fill(drop, choices), weights_TK=call.routing.weights_TK.masked_fill(drop, 0.0)
         )
 
     with record_routing(broken) as record, override_routing(broken, without_broken):
         assert torch.isfinite(run(broken)).all()
-    assert all(not (call.routing.expert_ids_TK == 1).any() for call in record.calls)
+    assert all(not (call.routing.expert_ids_TK == 3).any() for call in record.calls)
 
 
 @torch.no_grad()
@@ -184,7 +217,7 @@ def test_choose_gives_the_models_own_weights(family: tuple[str, nn.Module]) -> N
         assert torch.equal(own.expert_ids_TK, call.routing.expert_ids_TK)  # slot order too
         some = call.choose(allowed_TE=odd)
         assert bool((some.expert_ids_TK[some.filled_TK] % 2 == 1).all())
-        assert bool((some.active_T >= 1).all())
+        assert bool((some.active_T >= 1).all()) or FAMILIES[name].form == "one-hot slots"  # there experts can be full
         fewer = call.choose(ids_TK=call.routing.expert_ids_TK.clone().index_fill_(1, torch.tensor([0]), choices))
         assert bool((fewer.weights_TK[:, 0] == 0).all())
         return same
@@ -274,29 +307,34 @@ def test_shared_experts_share_the_sum_of_another_choice() -> None:
 @torch.no_grad()
 def test_weights_read_in_one_convention(family: tuple[str, nn.Module]) -> None:
     """Gate, up and down of one expert, whatever the layout: written over another, that one computes the same."""
-    _, model = family
-    layer = moe_layers(copy.deepcopy(model))[0]
+    name, model = family
+    layer = moe_layers(copy.deepcopy(model))[FAMILIES[name].alone]
     bank = layer.experts
     read = bank.weights([2, 5])
-    assert read["gate"].shape == read["up"].shape == (2, bank.width, bank.dim)
+    assert ("gate" in read) == bank.has_gate
+    assert all(read[key].shape == (2, bank.width, bank.dim) for key in ("gate", "up") if key in read)
     assert read["down"].shape == (2, bank.out_dim, bank.width)
     x_TD = torch.randn(4, bank.dim, generator=torch.Generator().manual_seed(0))
-    ones = torch.ones(4, 1)
+
+    def of(expert: int) -> torch.Tensor:
+        y_TO: torch.Tensor = bank(x_TD, Routing(torch.full((4, 1), expert), torch.ones(4, 1), bank.num_experts))
+        return y_TO
+
     bank.write(5, {key: value[0] for key, value in read.items()})
-    of_two = bank.module(x_TD, torch.full((4, 1), 2), ones)
-    assert torch.equal(bank.module(x_TD, torch.full((4, 1), 5), ones), of_two)
+    assert torch.equal(of(5), of(2))
     # The first hidden unit's gate, up and down all belong together: without its down row the output misses that unit.
     silent = {key: value[0].clone() for key, value in read.items()}
     silent["down"][:, 1:] = 0
-    silent["gate"][1:] = torch.randn_like(silent["gate"][1:])
-    silent["up"][1:] = torch.randn_like(silent["up"][1:])
+    inward = "gate" if bank.has_gate else "up"
+    silent[inward][1:] = torch.randn_like(silent[inward][1:])
     bank.write(5, silent)
-    only_first = bank.module(x_TD, torch.full((4, 1), 5), ones)
-    silent["gate"][1:] = 0
+    only_first = of(5)
+    assert bool((only_first != 0).any())
+    silent[inward][1:] = 0
     bank.write(5, silent)
-    assert torch.allclose(bank.module(x_TD, torch.full((4, 1), 5), ones), only_first, atol=1e-6)
-    with pytest.raises(IndexError, match=r"0\.\.7"):
-        bank.weights([8])
+    assert torch.allclose(of(5), only_first, atol=1e-6)
+    with pytest.raises(IndexError, match=r"experts 0\.\."):
+        bank.weights([bank.num_experts])
     with pytest.raises(ValueError, match="shape"):
         bank.write(0, {"up": read["up"][0][1:]})
 
@@ -314,34 +352,91 @@ def test_a_dense_model_is_refused() -> None:
         moe_layers(transformers.LlamaForCausalLM(config))
 
 
-@pytest.mark.parametrize(
-    ("kind", "settings", "missing"),
-    [
-        (
-            "Llama4ForCausalLM",
-            {"num_local_experts": 4, "interleave_moe_layer_step": 1, "intermediate_size_mlp": 16},
-            "returns 2 values",
-        ),
-        ("JetMoeForCausalLM", {"num_local_experts": 4, "kv_channels": 8}, "JetMoe"),
-    ],
-)
-def test_an_unknown_structure_is_named(kind: str, settings: dict[str, object], missing: str) -> None:
-    model_class = getattr(transformers, kind)
-    base = {
-        "vocab_size": 16,
-        "hidden_size": 16,
-        "intermediate_size": 16,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 2,
-        "head_dim": 8,
-        "pad_token_id": 0,
-    }
-    allowed = set(model_class.config_class.__dataclass_fields__)
-    model = model_class(model_class.config_class(**{k: v for k, v in (base | settings).items() if k in allowed}))
-    with pytest.raises(ValueError, match=missing) as error:
-        moe_layers(model)
-    assert "layers.0" in str(error.value)
+@torch.no_grad()
+def test_experts_of_an_attention() -> None:
+    """JetMoE routes queries and outputs too: fewer experts in a row are fine, more than its heads allow are not."""
+    model = build("jetmoe")
+    layer = moe_layers(model)[1]
+    assert layer.name.endswith("self_attention.experts") and not layer.experts.has_gate
+    with record_routing(model, layers=[1]) as record, override_routing(model, one_of_three, layers=[1]):
+        fewer = run(model)
+    assert torch.isfinite(fewer).all() and not torch.equal(fewer, run(model))
+    assert all((call.routing.active_T == 1).all() for call in record.calls)
+    four = torch.arange(4).expand(18, 4)
+    with (
+        override_routing(model, lambda call: call.choose(ids_TK=four), layers=[1]),
+        pytest.raises(ValueError, match="a row uses 4 experts; experts of an attention take at most 3"),
+    ):
+        run(model)
+    with pytest.raises(ValueError, match="cannot be run outside it"):
+        layer.experts(torch.zeros(1, 32), Routing(torch.zeros(1, 1, dtype=torch.int64), torch.ones(1, 1), EXPERTS))
+
+
+def one_of_three(call):
+    return call.choose(ids_TK=call.routing.expert_ids_TK[:, :1])
+
+
+@torch.no_grad()
+def test_a_bank_that_runs_two_experts_whatever_the_router_says() -> None:
+    """NLLB-MoE as released: kept choices are computed by experts 1 and 0, forced ones by those that they name."""
+    model = build("nllb_moe")
+    plain = run(model)
+    broken = copy.deepcopy(model)
+    for layer in moe_layers(broken):
+        for expert in range(2, EXPERTS):
+            layer.experts.write(expert, {"down": torch.zeros(32, 24), "down_bias": torch.zeros(32)})
+    assert torch.allclose(run(broken), plain, atol=1e-5)
+    with override_routing(broken, lambda call: call.choose(ids_TK=call.routing.expert_ids_TK)):
+        assert torch.allclose(run(broken), plain, atol=1e-5)
+    two = torch.tensor([[4, 5]]).expand(18, 2)
+    with (
+        record_routing(broken, outputs=True) as record,
+        override_routing(broken, lambda call: call.choose(ids_TK=two)),
+    ):
+        run(broken)
+    kept = [(call.routing.expert_ids_TK == call.routing.extras["own_choice"]).all(1) for call in record.calls]
+    for call, own in zip(record.calls, kept, strict=True):
+        assert (call.y[~own] == 0).all()
+
+
+@torch.no_grad()
+def test_a_full_expert_leaves_a_slot_empty() -> None:
+    """Switch: the fourth token of a sequence that wants an expert of capacity 3 gets none, also in another choice."""
+    model = build("switch_transformers")
+    with record_routing(model) as record:
+        run(model)
+    assert any((call.routing.active_T == 0).any() for call in record.calls)
+    for call in record.calls:
+        for sequence in call.routing.expert_ids_TK.view(2, 9):
+            assert torch.bincount(sequence[sequence < EXPERTS], minlength=EXPERTS).max() <= 3
+    pair = torch.arange(EXPERTS) < 2
+    with (
+        record_routing(model) as record,
+        override_routing(model, lambda call: call.choose(allowed_TE=pair)),
+    ):
+        run(model)
+    assert all((call.routing.active_T.view(2, 9).sum(1) <= 6).all() for call in record.calls)
+    assert all((call.routing.load_E[2:] == 0).all() for call in record.calls)
+
+
+class LoneRouter(nn.Linear):
+    """Logits alone, where the bank beside it takes no choice that is known."""
+
+
+class Unknown(nn.Module):
+    def __init__(self, experts: nn.Module) -> None:
+        super().__init__()
+        self.router, self.experts = LoneRouter(8, 4), experts
+
+
+def test_an_unknown_structure_is_named() -> None:
+    bank = nn.Module()
+    bank.gate_up_proj, bank.down_proj = nn.Parameter(torch.zeros(4, 12, 8)), nn.Parameter(torch.zeros(4, 8, 6))
+    with pytest.raises(ValueError, match=r"layers\.0 \(Unknown\): .*returns 1 values"):
+        moe_layers(nn.ModuleDict({"layers": nn.ModuleList([Unknown(bank)])}))
+    listed = nn.ModuleList([nn.Linear(8, 8) for _ in range(4)])
+    with pytest.raises(ValueError, match=r"layers\.0\.(router|experts).* looks like a part of an MoE layer"):
+        moe_layers(nn.ModuleDict({"layers": nn.ModuleList([Unknown(listed)])}))
 
 
 class Ours(nn.Module):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from moesaic.experts import FFNExperts
 from moesaic.layers import MoE
 from moesaic.models.handle import moe_layers
 from moesaic.models.override import override_routing
+from moesaic.models.saving import save
 from moesaic.models.surgery import (
     drop_experts,
     duplicate_experts,
@@ -51,6 +53,11 @@ def one_of_each(groups: int, place: int = 1) -> list[int]:
     return [group * (EXPERTS // groups) + place for group in range(groups)]
 
 
+def droppable(name: str, groups: int) -> list[int]:
+    """Experts that the family can lose together: one of each group, or a key with all its pairs."""
+    return one_of_each(groups) if groups > 1 else list(FAMILIES[name].gone)
+
+
 def state(model: nn.Module) -> dict[str, Tensor]:
     return {name: value.clone() for name, value in model.state_dict().items()}
 
@@ -68,6 +75,7 @@ def test_reordering_inside_groups_changes_nothing(name: str) -> None:
     limit = group_limit(moe_layers(model)[0])
     size = EXPERTS // (1 if limit is None else limit.count)
     backwards = [i for start in range(0, EXPERTS, size) for i in range(start + size - 1, start - 1, -1)]
+    backwards = backwards if FAMILIES[name].order is None else list(FAMILIES[name].order)
     heavy = [moe.experts.weights([1])["down"].clone() for moe in moe_layers(model)]
     surgery = reorder_experts(model, backwards)
     assert (run(model) - plain).abs().max() < 1e-5
@@ -81,12 +89,14 @@ def test_reordering_inside_groups_changes_nothing(name: str) -> None:
 @pytest.mark.case("C12", "C15")
 def test_dropping_equals_router_logits_of_minus_infinity(name: str) -> None:
     model, groups = roomy(name)
-    gone = one_of_each(groups)
+    gone = droppable(name, groups)
     allowed = torch.ones(FAMILIES[name].choices, dtype=torch.bool)
     allowed[gone] = False
 
     def masked(call: Any) -> Routing:
-        if FAMILIES[name].score == "sigmoid":  # a score of its own: masked logits of others move nothing
+        if (
+            FAMILIES[name].score == "sigmoid" or FAMILIES[name].form != "stacked"
+        ):  # a score of its own: masked logits of others move nothing
             routing: Routing = call.choose(allowed_TE=allowed)
             return routing
         shell, logits_TE = call.layer.shell, call.routing.logits_TE
@@ -99,7 +109,7 @@ def test_dropping_equals_router_logits_of_minus_infinity(name: str) -> None:
     surgery = drop_experts(model, gone)
     assert surgery.bytes[1] < surgery.bytes[0]
     layers = moe_layers(model)
-    assert {layer.num_experts for layer in layers} == {EXPERTS - len(gone)}
+    assert {layer.num_experts for layer in layers} == {FAMILIES[name].experts - len(gone)}
     logits = run(model)
     assert torch.isfinite(logits).all()
     assert (logits - expected).abs().max() < 1e-5
@@ -111,6 +121,10 @@ def test_a_copy_is_its_source(name: str) -> None:
     """Rows sent to the copy compute what rows sent to the source compute, and the router gives both one logit."""
     model, groups = roomy(name)
     sources = one_of_each(groups)
+    if FAMILIES[name].form == "product keys":
+        with pytest.raises(ValueError, match="by pairs of 4 keys"):
+            duplicate_experts(model, sources)
+        return
     surgery = duplicate_experts(model, sources)
     places = surgery.layers[0].sources
     copies = [i for i, source in enumerate(places) if source in places[:i]]
@@ -165,6 +179,47 @@ def test_merging_writes_the_mean_and_keeps_the_first_router_row() -> None:
 
 
 @torch.no_grad()
+def test_identity_experts_can_go_too(tmp_path: Path) -> None:
+    """LongCat's experts without weights have ids behind the others: dropped, they are gone from router and counts."""
+    model = build("longcat_flash")
+    gone = torch.tensor([2, 9, 11])
+    allowed = torch.ones(EXPERTS + 4, dtype=torch.bool).index_fill(0, gone, False)
+
+    def masked(call: Any) -> Routing:
+        shell, logits_TE = call.layer.shell, call.routing.logits_TE.masked_fill(~allowed, -torch.inf)
+        ids_TK = shell.choose(logits_TE, allowed.expand_as(logits_TE), call.routing.slots)
+        return call.routing.replace(expert_ids_TK=ids_TK, weights_TK=shell.weigh(logits_TE, ids_TK))
+
+    with override_routing(model, masked):
+        expected = run(model)
+    with pytest.raises(ValueError, match="as many of them in every layer"):
+        drop_experts(model, {0: [9]})
+    with pytest.raises(ValueError, match=r"experts are 0\.\.11"):
+        drop_experts(model, [12])
+    drop_experts(model, gone.tolist())
+    assert [(x.num_experts, x.router.num_experts) for x in moe_layers(model)] == [(EXPERTS - 1, EXPERTS + 1)] * 2
+    assert (run(model) - expected).abs().max() < 1e-5
+    save(model, tmp_path / "cut")
+    opened = type(model).from_pretrained(tmp_path / "cut").eval()
+    assert opened.config.zero_expert_num == 2
+    assert (run(opened) - expected).abs().max() < 1e-5
+
+
+@torch.no_grad()
+def test_merging_in_other_layouts() -> None:
+    for name in ("dbrx", "llama4", "switch_transformers", "nllb_moe", "jetmoe"):
+        model = build(name)
+        before = {key: value.clone() for key, value in moe_layers(model)[1].experts.weights().items()}
+        merge_experts(model, {1: [[2, 5]]})
+        bank = moe_layers(model)[1].experts
+        assert bank.num_experts == EXPERTS - 1
+        for key, value in bank.weights().items():
+            assert torch.allclose(value[2], (before[key][2] + before[key][5]) / 2, atol=1e-6)
+            assert torch.equal(value[[0, 1, 3, 4, 5, 6]], before[key][[0, 1, 3, 4, 6, 7]])
+        assert torch.isfinite(run(model)).all()
+
+
+@torch.no_grad()
 @pytest.mark.case("C15")
 def test_keeping_all_is_bit_exact() -> None:
     model = build("deepseek_v3")
@@ -193,6 +248,9 @@ def test_keeping_all_is_bit_exact() -> None:
         ("deepseek_v3", lambda m: drop_experts(m, [0, 2, 4, 6]), "keep at least 2 of each group"),
         ("deepseek_v2", lambda m: drop_experts(m, [0, 2, 4, 6]), "in the 2 groups that a row may use"),
         ("deepseek_v3", lambda m: duplicate_experts(m, [0]), "equally large"),
+        ("doge", lambda m: drop_experts(m, [1]), r"single experts cannot be .* drops \[3, 7, 11, 12, 13, 14, 15\]"),
+        ("doge", lambda m: merge_experts(m, {0: [[1, 2]]}), "by pairs of 4 keys"),
+        ("nllb_moe", lambda m: reorder_experts(m, [1, 0, 2, 3, 4, 5, 6, 7]), "must keep their places"),
     ],
 )
 def test_refusals_change_nothing(name: str, change: Any, words: str) -> None:
@@ -201,7 +259,7 @@ def test_refusals_change_nothing(name: str, change: Any, words: str) -> None:
     with pytest.raises(ValueError, match=words):
         change(model)
     assert same_state(model, before)
-    assert {layer.num_experts for layer in moe_layers(model)} == {EXPERTS}
+    assert {layer.num_experts for layer in moe_layers(model)} == {FAMILIES[name].experts}
 
 
 @torch.no_grad()
@@ -212,7 +270,7 @@ def test_whole_groups_may_change_places() -> None:
     assert (run(model) - plain).abs().max() < 1e-5
 
 
-@pytest.mark.parametrize("name", ["qwen3_moe", "deepseek_v2", "gemma4", "openai_privacy_filter"])
+@pytest.mark.parametrize("name", ["qwen3_moe", "deepseek_v2", "gemma4", "openai_privacy_filter", "dbrx", "llama4"])
 @torch.no_grad()
 @pytest.mark.case("C17")
 def test_clamping_top_k_changes_config_and_model_together(name: str) -> None:

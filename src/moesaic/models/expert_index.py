@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 from torch import Tensor, nn
 
 from moesaic.layers import MoE
+from moesaic.models.adapters.product_keys import ProductKeys, keys_of
 from moesaic.models.adapters.shell import Shell
 from moesaic.models.handle import MoELayer
 from moesaic.routing import ParameterSpec
@@ -27,7 +29,10 @@ class ExpertTensor:
         tensor: the tensor itself; a change replaces its data, so that whoever holds it follows.
         axes: axes that count experts.
         tail: rows behind the experts' that stay behind them (identity experts, shared experts, a skip class).
-        part: ``"bank"``, ``"router"`` or ``"table"`` (its entries are expert ids, no axis counts experts).
+        part: ``"bank"``, ``"router"``, ``"table"`` (its entries are expert ids, no axis counts experts) or ``"module"``
+            (of a module for each expert, which moves as a whole).
+        rows: places that each expert has along the axes.
+        keys: whether the places are those of keys, twice, whose pairs are the experts.
     """
 
     name: str
@@ -35,6 +40,27 @@ class ExpertTensor:
     axes: tuple[int, ...]
     tail: int
     part: str
+    rows: int = 1
+    keys: bool = False
+
+    def places(self, experts: int) -> int:
+        """Size along the axes where there are ``experts`` experts."""
+        return 2 * math.isqrt(experts) if self.keys else (experts + self.tail) * self.rows
+
+    def index(self, sources: Sequence[int], experts: int, tail: Sequence[int] | None = None) -> tuple[int, ...]:
+        """The old place for each new one along the axes.
+
+        Args:
+            sources: old expert in each new place.
+            experts: E before.
+            tail: old places behind the experts that stay, where it has such; all by default.
+        """
+        if self.keys:
+            keys = keys_of(self.name, sources, experts)
+            return (*keys, *(math.isqrt(experts) + key for key in keys))
+        behind = range(experts, experts + self.tail) if tail is None or not self.tail else tail
+        whole = (*sources, *behind)
+        return tuple(place * self.rows + row for place in whole for row in range(self.rows))
 
 
 def expert_tensors(layer: MoELayer) -> list[ExpertTensor]:
@@ -54,24 +80,30 @@ def expert_tensors(layer: MoELayer) -> list[ExpertTensor]:
 
 
 def _bank(layer: MoELayer, shell: Shell) -> Iterator[ExpertTensor]:
-    experts, name = layer.num_experts, shell.experts.name
-    for key, value in _tensors(shell.experts.module, recurse=False):
-        if value.dim() == 0:
-            continue
-        if value.shape[0] not in (experts, shell.choices):
+    experts, bank = layer.num_experts, shell.experts
+    for key, holder, rows in bank.stored():
+        value = getattr(holder, key)
+        name = f"{_path(layer, holder, bank.name)}.{key}"
+        if value.shape[0] not in (experts * rows, shell.choices * rows):
             raise ValueError(
-                f"{name}.{key} {tuple(value.shape)} has no axis of {experts} experts in front: its relation to the"
-                f" experts is not known, so layer {layer.name} cannot be changed"
+                f"{name} {tuple(value.shape)} has no axis of {experts * rows} experts' rows in front: its relation to"
+                f" the experts is not known, so layer {layer.name} cannot be changed"
             )
-        yield ExpertTensor(f"{name}.{key}", value, (0,), int(value.shape[0]) - experts, "bank")
+        yield ExpertTensor(name, value, (0,), int(value.shape[0]) // rows - experts, "bank", rows)
+    if not bank.stored():
+        for key, value in _tensors(bank.module, recurse=True):
+            yield ExpertTensor(f"{bank.name}.{key}", value, (), 0, "module")
 
 
 def _router(layer: MoELayer, shell: Shell) -> Iterator[ExpertTensor]:
     experts = layer.num_experts
     width = shell.found.width or experts
     rows = {width, int(getattr(shell.router, "n_total_experts", width))}
-    prefix = _path(layer, shell.router)
+    prefix = _path(layer, shell.router, f"{layer.name}.router")
     tensors = dict(_tensors(shell.router, recurse=True))
+    if isinstance(shell.exchange, ProductKeys):
+        yield from (ExpertTensor(f"{prefix}.{key}", v, (0,), 0, "router", keys=True) for key, v in tensors.items())
+        return
     head = _head(layer, tensors, rows)
     yield ExpertTensor(f"{prefix}.{head}", tensors[head], (0,), int(tensors[head].shape[0]) - experts, "router")
     beside = head.removesuffix("weight") + "bias"
@@ -106,11 +138,11 @@ def _head(layer: MoELayer, tensors: Mapping[str, Tensor], rows: set[int]) -> str
     return chosen[0]
 
 
-def _path(layer: MoELayer, part: nn.Module) -> str:
+def _path(layer: MoELayer, part: nn.Module, otherwise: str) -> str:
     for name, module in layer.module.named_modules():
         if module is part:
-            return f"{layer.name}.{name}" if layer.name else name
-    return f"{layer.name}.router"
+            return ".".join(piece for piece in (layer.name, name) if piece)
+    return otherwise
 
 
 def _ours(layer: MoELayer) -> Iterator[ExpertTensor]:

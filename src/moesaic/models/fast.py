@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from moesaic.models.adapters.bank import ForeignBank
 from moesaic.models.adapters.weights import ForeignExperts
 from moesaic.models.fast_forward import fast_experts_forward
 from moesaic.models.handle import MoELayer, moe_layers
@@ -122,6 +123,8 @@ def use_fast_experts(model: nn.Module) -> FastExperts:
 def _switch(layer: MoELayer, done: FastExperts) -> str:
     """Make one layer fast and note it; the reason where that is not possible."""
     bank = layer.experts
+    if isinstance(bank, ForeignBank) and type(bank) is not ForeignExperts:
+        return "its experts are stored or called in a form of their own"
     if not isinstance(bank, ForeignExperts):
         done.covered[layer.name] = "of ours, fast already"
         return ""

@@ -11,9 +11,10 @@ from torch import Tensor, nn
 
 from moesaic.experts import Experts
 from moesaic.layers import MoE
+from moesaic.models.adapters.bank import ForeignBank
 from moesaic.models.adapters.discovery import find_shells
+from moesaic.models.adapters.exchange import Produced
 from moesaic.models.adapters.shell import Shell
-from moesaic.models.adapters.weights import ForeignExperts
 from moesaic.routing import Context, Router, Routing
 
 
@@ -48,7 +49,7 @@ class ForeignRouter:
 
     def score(self, x_TD: Tensor, context: Context | None = None) -> Tensor:
         """Logits (T, E) in the dtype that the model computes them in."""
-        return self._shell.logits(self.module(x_TD))[:, : self.num_experts]
+        return self._shell.logits(self._alone(x_TD))[:, : self.num_experts]
 
     def choose(self, logits_TE: Tensor, context: Context | None = None, allowed_TE: Tensor | None = None) -> Tensor:
         """The model's own choice (T, K) if only ``allowed_TE`` existed; E where too few are allowed."""
@@ -66,7 +67,10 @@ class ForeignRouter:
 
     def __call__(self, x_TD: Tensor, context: Context | None = None) -> Routing:
         """The routing of ``x_TD`` (T, D) as the model chooses it."""
-        return self._shell.decode(self.module(x_TD), Context() if context is None else context)
+        return self._shell.decode(self._alone(x_TD), Context() if context is None else context)
+
+    def _alone(self, x_TD: Tensor) -> Produced:
+        return self._shell.exchange.alone(self.module, self._shell.block, x_TD)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -91,7 +95,7 @@ class MoELayer:
     top_k: int | None
     rule: WeightRule
     router: Router | ForeignRouter | None
-    experts: Experts | ForeignExperts
+    experts: Experts | ForeignBank
     module: nn.Module
     shell: Shell | None = None
 
@@ -103,8 +107,8 @@ class MoELayer:
 def moe_layers(model: nn.Module) -> list[MoELayer]:
     """The MoE layers of any model, in module order.
 
-    Layers of ours are found by their class, those of transformers by their structure: a bank with stacked weights
-    (E, ...), and beside it a router that returns (logits, weights, ids). Nothing is skipped in silence.
+    Layers of ours are found by their class, those of transformers by their structure: mostly a bank with stacked
+    weights (E, ...) beside a router that returns (logits, weights, ids). Nothing is skipped in silence.
 
     Args:
         model: a model of ours, one of transformers, or any module that holds such layers.

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
+from moesaic.models.adapters.weights import ForeignExperts
 from moesaic.models.expert_index import ExpertTensor, expert_tensors
 from moesaic.models.handle import MoELayer, moe_layers
 from moesaic.models.surgery_checks import group_limit
@@ -69,6 +70,11 @@ def padded(model: nn.Module) -> Iterator[None]:
 def _check(layer: MoELayer) -> None:
     if layer.shell is None:
         raise ValueError("masked=True: stock tools open no model of moesaic; save without masked, or export it")
+    if type(layer.shell.experts) is not ForeignExperts:
+        raise ValueError(
+            f"masked=True: layer {layer.name} keeps its experts in a form that cannot be padded. Keep the same number"
+            " in every layer, or save without masked (moesaic.load opens that)"
+        )
     limit = group_limit(layer)
     rule = layer.shell.found.rule
     inside = any(_is_bias(item) and item.name.endswith(".bias") for item in expert_tensors(layer))  # of the logits

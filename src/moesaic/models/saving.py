@@ -143,19 +143,26 @@ def _resize(model: nn.Module, counts: Mapping[str, tuple[int, int | None]]) -> N
         if not 1 <= count <= layer.num_experts:
             raise ValueError(f"{NOTE}: layer {name} has {count} experts, the configuration says {layer.num_experts}")
         tensors = expert_tensors(layer)
+        kept = list(range(count)) if layer.shell is None else layer.shell.exchange.first(count, layer.num_experts)
         for item in tensors:
-            index = torch.tensor([*range(count), *range(layer.num_experts, layer.num_experts + item.tail)])
+            if item.part == "module":
+                continue
+            index = torch.tensor(item.index(kept, layer.num_experts))
             value = item.tensor.detach()
             for axis in item.axes:
                 value = value.index_select(axis, index.to(value.device))
             item.tensor.data = value
-        set_layer_counts(layer, list(range(count)), top_k)
+        if layer.shell is not None:
+            layer.shell.experts.rearrange(kept)
+        set_layer_counts(layer, kept, top_k)
+        # A block's initialisation may count experts by the configuration; its tensors all come from the file.
+        setattr(layer.module, "_is_hf_initialized", True)  # noqa: B010
 
 
 def _check_counts(layer: MoELayer) -> None:
     for item in expert_tensors(layer):
         for axis in item.axes:
-            if item.tensor.shape[axis] != layer.num_experts + item.tail:
+            if item.tensor.shape[axis] != item.places(layer.num_experts):
                 raise ValueError(
                     f"{item.name} has {item.tensor.shape[axis]} places for experts, the layer has {layer.num_experts}:"
                     " nothing was written"

@@ -16,10 +16,18 @@ from moesaic.models.surgery_checks import (
     check_ids,
     check_sources,
     check_tensors,
+    choices_of,
     group_limit,
     moved_table,
 )
-from moesaic.models.surgery_counts import count_holders, keeps_top_k, numbers_of, set_config_counts, set_layer_counts
+from moesaic.models.surgery_counts import (
+    count_holders,
+    keeps_top_k,
+    numbers_of,
+    set_config_counts,
+    set_identity_counts,
+    set_layer_counts,
+)
 
 _log = logging.getLogger("moesaic.models.surgery")
 
@@ -86,7 +94,8 @@ def drop_experts(
 
     Args:
         model: a model of ours or of transformers, changed in place.
-        experts: ids to remove from every layer, or layer (index or name) -> ids.
+        experts: ids to remove from every layer, or layer (index or name) -> ids. Experts that return their input have
+            the ids behind the others; they can go from all layers alike.
         clamp_k: where fewer experts than top-k remain, lower top-k instead of refusing.
         redirect: for layers whose experts come from a table of tokens: dropped expert -> remaining one that takes over.
 
@@ -98,12 +107,15 @@ def drop_experts(
             that would be unequal or too small; quantized, offloaded, adapted or unknown tensors, named.
     """
     sources: dict[int | str, list[int]] = {}
+    identities: dict[int, list[int]] = {}
     for layer, ids in _per_layer(model, experts):
-        gone = set(check_ids(layer, ids, "experts"))
+        choices = choices_of(layer)
+        gone = set(check_ids(layer, ids, "experts", choices))
         sources[layer.index] = [i for i in range(layer.num_experts) if i not in gone]
+        identities[layer.index] = [i for i in range(layer.num_experts, choices) if i not in gone]
         if not sources[layer.index]:
             raise ValueError(f"all {layer.num_experts} experts of layer {layer.name} would be dropped: keep at least 1")
-    return rearrange_experts(model, sources, clamp_k=clamp_k, redirect=redirect)
+    return rearrange_experts(model, sources, clamp_k=clamp_k, redirect=redirect, _identities=identities)
 
 
 def reorder_experts(model: nn.Module, order: Choice) -> Surgery:
@@ -202,6 +214,7 @@ def rearrange_experts(
     clamp_k: bool = False,
     redirect: Mapping[int, int] | None = None,
     _mixes: Mapping[int, Tensor] | None = None,
+    _identities: Mapping[int, Sequence[int]] | None = None,
 ) -> Surgery:
     """The general change: for each layer, the old expert in each new place. Experts may be missing or repeat.
 
@@ -217,7 +230,10 @@ def rearrange_experts(
     Raises:
         ValueError: see :func:`drop_experts`.
     """
-    plans = [_plan(model, layer, ids, clamp_k, redirect) for layer, ids in _per_layer(model, sources)]
+    plans = [
+        _plan(model, layer, ids, clamp_k, redirect, None if _identities is None else _identities[layer.index])
+        for layer, ids in _per_layer(model, sources)
+    ]
     _check_together(model, plans)
     before, holders = numbers_of(moe_layers(model)), count_holders(model)
     maps: list[IndexMap] = []
@@ -226,18 +242,24 @@ def rearrange_experts(
     done: set[int] = set()
     for plan in plans:
         layer, mix = plan.layer, None if _mixes is None else _mixes[plan.layer.index]
-        fresh = [(item, _moved(item, plan, mix)) for item in plan.tensors if id(item.tensor) not in done]
+        fresh = [
+            (item, _moved(item, plan, mix))
+            for item in plan.tensors
+            if id(item.tensor) not in done and item.part != "module"
+        ]
         for item, value in fresh:
             done.add(id(item.tensor))
             sizes[0] += item.tensor.numel() * item.tensor.element_size()
             sizes[1] += value.numel() * value.element_size()
             if item.axes:
-                maps.append(
-                    IndexMap(item.name, item.tensor, item.axes, _rows(item, plan), layer.num_experts + item.tail)
-                )
+                index = item.index(plan.sources, layer.num_experts, plan.identities)
+                maps.append(IndexMap(item.name, item.tensor, item.axes, index, item.places(layer.num_experts)))
             item.tensor.grad = None
             item.tensor.data = value
-        set_layer_counts(layer, plan.sources, plan.top_k)
+        if layer.shell is not None and id(layer.shell.experts.module) not in done:
+            done.add(id(layer.shell.experts.module))
+            layer.shell.experts.rearrange(plan.sources, mix)
+        set_layer_counts(layer, plan.sources, plan.top_k, None if plan.identities is None else len(plan.identities))
         changes.append(
             LayerChange(
                 layer.name,
@@ -249,6 +271,8 @@ def rearrange_experts(
         )
     after = before | {plan.layer.name: (len(plan.sources), plan.top_k) for plan in plans}
     set_config_counts(model, holders, before, after)
+    if plans[0].identities is not None:
+        set_identity_counts(holders, len(plans[0].identities))
     result = Surgery(tuple(changes), tuple(maps), (sizes[0], sizes[1]))
     _log.info("experts rearranged: %s", result)
     return result
@@ -261,24 +285,34 @@ class _Plan:
     top_k: int | None
     tensors: list[ExpertTensor]
     tables: dict[str, Tensor]
+    identities: list[int] | None  # old ids of experts that return their input and stay; None where all do
 
 
 def _plan(
-    model: nn.Module, layer: MoELayer, ids: Sequence[int], clamp_k: bool, redirect: Mapping[int, int] | None
+    model: nn.Module,
+    layer: MoELayer,
+    ids: Sequence[int],
+    clamp_k: bool,
+    redirect: Mapping[int, int] | None,
+    identities: Sequence[int] | None,
 ) -> _Plan:
     sources = [int(i) for i in ids]
     check_ids(layer, list(dict.fromkeys(sources)), "sources")
     check_adapters(model, layer)
     tensors = expert_tensors(layer)
     check_tensors(model, layer, tensors)
-    top_k = check_sources(layer, sources, clamp_k)
+    beyond = choices_of(layer) - layer.num_experts
+    kept = None if identities is None or len(identities) == beyond else list(identities)
+    top_k = check_sources(layer, sources, clamp_k, beyond if kept is None else len(kept))
+    if layer.shell is not None:
+        layer.shell.exchange.check_sources(layer.name, sources, layer.num_experts)
     taken = dict(redirect or {})
     for expert in (*taken, *taken.values()):
         check_ids(layer, [expert], "redirect")
     tables = {
         item.name: moved_table(item, sources, layer.num_experts, taken) for item in tensors if item.part == "table"
     }
-    return _Plan(layer, sources, top_k, tensors, tables)
+    return _Plan(layer, sources, top_k, tensors, tables, kept)
 
 
 def _check_together(model: nn.Module, plans: Sequence[_Plan]) -> None:
@@ -300,6 +334,12 @@ def _check_together(model: nn.Module, plans: Sequence[_Plan]) -> None:
                     " both the same change"
                 )
     everywhere = {layer.index for layer in moe_layers(model)} == planned
+    kept = [None if plan.identities is None else len(plan.identities) for plan in plans]
+    if any(count is not None for count in kept) and (not everywhere or len(set(kept)) > 1):
+        raise ValueError(
+            "experts that return their input are counted once for all layers in the configuration: drop as many of them"
+            " in every layer"
+        )
     for plan in plans:
         if plan.top_k == plan.layer.top_k or keeps_top_k(plan.layer):
             continue
@@ -310,22 +350,20 @@ def _check_together(model: nn.Module, plans: Sequence[_Plan]) -> None:
             )
 
 
-def _rows(item: ExpertTensor, plan: _Plan) -> tuple[int, ...]:
-    experts = plan.layer.num_experts
-    return (*plan.sources, *range(experts, experts + item.tail))
-
-
 def _moved(item: ExpertTensor, plan: _Plan, mix: Tensor | None) -> Tensor:
     if item.part == "table":
         return plan.tables[item.name]
     value = item.tensor.detach()
-    index = torch.tensor(_rows(item, plan), dtype=torch.int64, device=value.device)
+    places = item.index(plan.sources, plan.layer.num_experts, plan.identities)
+    index = torch.tensor(places, dtype=torch.int64, device=value.device)
     for axis in item.axes:
         value = value.index_select(axis, index)
     if mix is not None and item.part == "bank":
+        of_each = item.tensor.detach().reshape(-1, item.rows, *item.tensor.shape[1:])
         for row in (mix > 0).sum(1).gt(1).nonzero().flatten().tolist():
             members = mix[row].nonzero().flatten().tolist()
-            value[row] = sum(float(mix[row, i]) * item.tensor[i].double() for i in members).to(value.dtype)  # type: ignore[union-attr]
+            mean = torch.stack([float(mix[row, i]) * of_each[i].double() for i in members]).sum(0)
+            value[row * item.rows : (row + 1) * item.rows] = mean.to(value.dtype)
     return value.contiguous()
 
 

@@ -43,16 +43,28 @@ def group_limit(layer: MoELayer) -> GroupLimit | None:
     return GroupLimit(count, kept, best) if count > 1 else None
 
 
-def check_ids(layer: MoELayer, ids: Sequence[int], argument: str) -> list[int]:
+def choices_of(layer: MoELayer) -> int:
+    """What a row of ``layer`` can choose from: its experts, and behind them those that return their input."""
+    return layer.num_experts if layer.shell is None else layer.shell.choices
+
+
+def check_ids(layer: MoELayer, ids: Sequence[int], argument: str, below: int | None = None) -> list[int]:
     """``ids`` as plain integers of experts of ``layer``.
+
+    Args:
+        layer: the layer.
+        ids: what was given.
+        argument: its name, for messages.
+        below: ids lie below this; the number of experts by default.
 
     Raises:
         ValueError: none, one that is no expert, or one twice.
     """
     plain = [int(i) for i in ids]
-    bad = [i for i in plain if not 0 <= i < layer.num_experts]
+    below = layer.num_experts if below is None else below
+    bad = [i for i in plain if not 0 <= i < below]
     if bad:
-        raise ValueError(f"{argument} of layer {layer.name} holds {bad[0]}; experts are 0..{layer.num_experts - 1}")
+        raise ValueError(f"{argument} of layer {layer.name} holds {bad[0]}; experts are 0..{below - 1}")
     twice = sorted({i for i in plain if plain.count(i) > 1})
     if twice:
         raise ValueError(f"{argument} of layer {layer.name} names {twice} more than once")
@@ -61,15 +73,21 @@ def check_ids(layer: MoELayer, ids: Sequence[int], argument: str) -> list[int]:
     return plain
 
 
-def check_sources(layer: MoELayer, sources: Sequence[int], clamp_k: bool) -> int | None:
+def check_sources(layer: MoELayer, sources: Sequence[int], clamp_k: bool, identities: int = 0) -> int | None:
     """The top-k of ``layer`` after a change to ``sources`` (the old expert in each new place).
+
+    Args:
+        layer: before the change.
+        sources: old experts.
+        clamp_k: whether top-k may fall.
+        identities: experts that return their input, which a row may choose beside the others.
 
     Raises:
         ValueError: fewer experts than top-k, groups that would mix or become too small; with what would do.
     """
     top_k, after = layer.top_k, len(sources)
     limit = group_limit(layer)
-    available = after
+    available = after + identities
     if limit is not None:
         _check_groups(layer, sources, limit)
         available = limit.kept * (after // limit.count)

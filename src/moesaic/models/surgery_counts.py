@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -9,6 +10,7 @@ from torch import nn
 
 from moesaic.experts import FFNExperts
 from moesaic.layers import MoE
+from moesaic.models.adapters.product_keys import ProductKeys
 from moesaic.models.handle import MoELayer, moe_layers
 from moesaic.routing.state import StepCounter
 
@@ -23,28 +25,48 @@ _COUNTS = (
     "total_experts",
     "num_router_classes",
 )
-_TOP_KS = ("top_k", "num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "top_k_experts")
+_IDENTITIES = ("zero_expert_num",)
+_TOP_KS = ("top_k", "moe_top_k", "num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "top_k_experts")
 
 
-def set_layer_counts(layer: MoELayer, sources: list[int], top_k: int | None) -> None:
-    """Bring the numbers in the modules of ``layer`` up to date."""
+def set_layer_counts(layer: MoELayer, sources: list[int], top_k: int | None, identities: int | None = None) -> None:
+    """Bring the numbers in the modules of ``layer`` up to date.
+
+    Args:
+        layer: the handle from before the change.
+        sources: old expert in each new place.
+        top_k: experts a row takes now.
+        identities: experts that return their input, where their number has changed.
+    """
     before, after = layer.num_experts, len(sources)
     if layer.shell is None:
         _set_ours(layer, sources, top_k)
         return
     shell = layer.shell
+    beyond = shell.choices - before
+    fewer = 0 if identities is None else beyond - identities
     holds_top_k = shell.found.rule is not None and shell.found.rule.inverse_top_k and shell.block_factor != 1.0
-    for module in {id(m): m for m in (shell.router, shell.experts.module, shell.block)}.values():
+    within = shell.experts.module.children() if not isinstance(shell.experts.module, nn.ModuleDict) else ()
+    for module in {id(m): m for m in (shell.router, shell.experts.module, shell.block, *within)}.values():
         for name in _COUNTS:
             value = vars(module).get(name)
             if holds_top_k and module is shell.block and name == "num_experts":
                 if top_k is not None:
                     setattr(module, name, top_k)
             elif isinstance(value, int) and value >= before:
-                setattr(module, name, value + after - before)
+                more = fewer if fewer and value == before + beyond else 0  # a number that counts all choices
+                setattr(module, name, value + after - before - more)
         for name in _TOP_KS:
             if top_k is not None and vars(module).get(name) == layer.top_k:
                 setattr(module, name, top_k)
+        if identities is not None:
+            for name in _IDENTITIES:
+                if isinstance(vars(module).get(name), int):
+                    setattr(module, name, identities)
+        if isinstance(module, nn.Embedding):
+            module.num_embeddings = int(module.weight.shape[0])
+    if isinstance(shell.exchange, ProductKeys):
+        setattr(shell.block, "num_keys", math.isqrt(after))  # noqa: B010
     for linear in shell.router.modules():
         if isinstance(linear, nn.Linear):
             linear.out_features = int(linear.weight.shape[0])
@@ -52,8 +74,10 @@ def set_layer_counts(layer: MoELayer, sources: list[int], top_k: int | None) -> 
 
 def keeps_top_k(layer: MoELayer) -> bool:
     """Whether the router has its own top-k; otherwise it reads the configuration at each call."""
-    holder: Any = layer.router if layer.shell is None else layer.shell.router
-    return any(vars(holder).get(name) == layer.top_k for name in _TOP_KS)
+    holders: tuple[Any, ...] = (layer.router,)
+    if layer.shell is not None:
+        holders = (layer.shell.router, layer.shell.block)
+    return any(vars(holder).get(name) == layer.top_k for holder in holders for name in _TOP_KS)
 
 
 Numbers = Mapping[str, tuple[int, int | None]]  # layer name -> (experts, top-k)
@@ -92,6 +116,14 @@ def set_config_counts(model: nn.Module, holders: Sequence[Any], before: Numbers,
             setattr(config, NOTE, note_of(model, after))
         elif hasattr(config, NOTE):
             delattr(config, NOTE)
+
+
+def set_identity_counts(holders: Sequence[Any], count: int) -> None:
+    """Bring the number of experts that return their input up to date in configurations and outer modules."""
+    for holder in holders:
+        for name in _IDENTITIES:
+            if isinstance(vars(holder).get(name), int):
+                setattr(holder, name, count)
 
 
 def numbers_of(layers: Sequence[MoELayer]) -> dict[str, tuple[int, int | None]]:
@@ -135,7 +167,9 @@ def configurations(model: nn.Module) -> Iterator[Any]:
             holders.append(getattr(module, "config", None))
     config = getattr(model, "config", None)
     text = getattr(config, "get_text_config", None)
-    for found in (config, text() if callable(text) else None, *holders):
+    named = (config, text() if callable(text) else None, *holders)
+    inside = [vars(one).get("ffn_config") for one in named if one is not None and not isinstance(one, dict)]
+    for found in (*named, *inside):
         if found is not None and not isinstance(found, dict) and id(found) not in seen:
             seen.add(id(found))
             yield found

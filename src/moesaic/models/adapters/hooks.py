@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from torch import Tensor, nn
 
 from moesaic.layers.intervention import Call, Intervention, concerning, decide, opened
+from moesaic.models.adapters.exchange import Produced
 from moesaic.models.adapters.frames import current_context, watch_calls
 from moesaic.models.adapters.shell import Shell
-from moesaic.routing import Context
+from moesaic.routing import Context, Routing
 from moesaic.routing.state import in_recompute
 
 _REMEMBERED = 64  # first passes per layer that may wait for their backward
@@ -61,7 +62,7 @@ def _hooked(shell: Shell) -> Iterator[None]:
 
 
 class _Site:
-    """The two hooks of one layer and what passes between them."""
+    """The hooks of one layer and what passes between them."""
 
     def __init__(self, shell: Shell) -> None:
         self.shell = shell
@@ -69,7 +70,7 @@ class _Site:
         self._calls: dict[int, list[tuple[Intervention, Call]]] = {}
         self._contexts: deque[tuple[Tensor, Context]] = deque(maxlen=_REMEMBERED)
         self._handles = [
-            shell.router.register_forward_hook(self._after_router, with_kwargs=True),
+            *shell.exchange.attach(shell.router, shell.experts.module, shell.block, self._decide),
             shell.output_site.register_forward_hook(self._after_output),
         ]
 
@@ -77,19 +78,20 @@ class _Site:
         for handle in self._handles:
             handle.remove()
 
-    def _after_router(self, router: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+    def _decide(self, x: Tensor, produce: Callable[[], Produced]) -> tuple[Produced, Routing] | None:
         thread = threading.get_ident()
         self._calls.pop(thread, None)  # left over when the block failed after its router
         found = concerning(self.shell.block)
         if not found:
             return None
-        x = args[0] if args else next(iter(kwargs.values()))
         x_TD = x.reshape(-1, x.shape[-1])
         context = self._context(x_TD)
+        output = produce()
         before = self.shell.decode(output, context)
-        routing, calls = decide(found, x_TD, context, before, router, self.shell.chooser(output, context))
+        chooser = self.shell.chooser(output, context)
+        routing, calls = decide(found, x_TD, context, before, self.shell.router, chooser)
         self._calls[thread] = calls
-        return None if routing is before else self.shell.encode(routing, output)
+        return None if routing is before else (self.shell.encode(routing, output), routing)
 
     def _after_output(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         calls = self._calls.pop(threading.get_ident(), None)

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from moesaic.models.adapters.exchange import Exchange
 from moesaic.models.adapters.rules import SCORES, Groups, Place, Rule, Selection
 from moesaic.models.adapters.rules_beyond import SequentialRule, SharedSumRule
 
@@ -51,18 +52,20 @@ class Probe:
 _known: dict[tuple[Any, ...], Probe] = {}
 
 
-def probe(router: nn.Module, block: nn.Module) -> Probe:
+def probe(router: nn.Module, block: nn.Module, exchange: Exchange) -> Probe:
     """The rule of ``router``, found once for all routers of the same class and settings.
 
     Args:
-        router: module whose forward returns (logits, weights, ids, ...).
+        router: the router.
         block: the module that calls it; a correction bias may live there.
+        exchange: how its choice is read.
     """
     key = _signature(router, block)
     if key is None:
-        return _probe(router, block)
+        return _probe(router, block, exchange)
+    key = (type(exchange), *key)
     if key not in _known:
-        _known[key] = _probe(router, block)
+        _known[key] = _probe(router, block, exchange)
     return _known[key]
 
 
@@ -82,10 +85,10 @@ def _signature(router: nn.Module, block: nn.Module) -> tuple[Any, ...] | None:
     return tuple(scalars)
 
 
-def _probe(router: nn.Module, block: nn.Module) -> Probe:
+def _probe(router: nn.Module, block: nn.Module, exchange: Exchange) -> Probe:
     try:
         with torch.no_grad(), torch.autocast("cpu", enabled=False):
-            real_top_k, output, twin, stand_in = _run_copy(router, block)
+            real_top_k, output, twin, stand_in = _run_copy(router, block, exchange)
     except _PROBE_ERRORS as error:
         return Probe(None, f"its router cannot be run alone ({type(error).__name__}: {error})", 0, 0, 0)
     if not isinstance(output, tuple) or len(output) < 3 or not all(isinstance(item, Tensor) for item in output[:3]):
@@ -104,10 +107,17 @@ def _probe(router: nn.Module, block: nn.Module) -> Probe:
         if rule is None and len(output) > 3 and isinstance(output[3], Tensor):
             rule = _fit_shared_sum(twin, stand_in, output, top_k)
     reason = "" if rule is not None else "no known rule (score, renormalisation, scale) reproduces its own weights"
-    return Probe(rule, reason, len(output), logits.shape[1], top_k if rule is None else rule.top_k, int(ids.max()) + 1)
+    return Probe(
+        rule,
+        reason,
+        len(output),
+        logits.shape[1],
+        top_k if rule is None else rule.top_k,
+        int(ids[ids < logits.shape[1]].max()) + 1,
+    )
 
 
-def _run_copy(router: nn.Module, block: nn.Module) -> tuple[int | None, Any, nn.Module, nn.Module]:
+def _run_copy(router: nn.Module, block: nn.Module, exchange: Exchange) -> tuple[int | None, Any, nn.Module, nn.Module]:
     config = getattr(router, "config", None)
     twin = copy.deepcopy(router, {} if config is None else {id(config): config})
     for module in twin.modules():  # neither anybody's hooks nor an offloader's replaced forward may run in the copy
@@ -125,9 +135,9 @@ def _run_copy(router: nn.Module, block: nn.Module) -> tuple[int | None, Any, nn.
     width = next(p.shape[-1] for p in twin.parameters() if p.dim() >= 2)
     x_TD = torch.randn((ROWS, width), generator=generator)
     try:
-        output = twin(x_TD, **arguments)
+        output = exchange.alone(twin, block, x_TD, **arguments)
     except _PROBE_ERRORS:
-        output = twin(x_TD[None], **arguments)  # some routers want (B, S, D)
+        output = exchange.alone(twin, block, x_TD[None], **arguments)  # some routers want (B, S, D)
     return real_top_k, output, twin, stand_in
 
 
@@ -157,7 +167,10 @@ def _randomise(module: nn.Module, generator: torch.Generator) -> None:
 
 def _more_arguments(twin: nn.Module, block: nn.Module, generator: torch.Generator) -> tuple[dict[str, Any], nn.Module]:
     """Arguments beside the input: tensors of the block under the argument's name (a correction bias), token ids."""
-    stand_in = nn.Module()  # plays the block when the rule reads a bias there
+    stand_in = nn.Module()  # plays the block when the rule reads a bias or a number there
+    for name, value in vars(block).items():
+        if "normalize" in name and isinstance(value, int | float):
+            setattr(stand_in, name, value)
     given: dict[str, Any] = {}
     for name in list(inspect.signature(twin.forward).parameters)[1:]:
         value = getattr(block, name, None)
@@ -176,10 +189,13 @@ def _fit(router: nn.Module, block: nn.Module, logits: Tensor, weights: Tensor, i
         logits = logits.clamp(min=torch.finfo(logits.dtype).tiny).log()
     real = weights != 0  # a class that skips the experts carries the weight 0
     each = [None, *(place for place, value in _tensors(router, block, logits.shape[1]) if "scale" in place.path)]
-    for score, renormalise, expert_scale in product(SCORES, (False, True), each):
+    orders = [None, 1.0, *_norm_orders(router, block)]
+    for score, order, expert_scale in product(SCORES, orders, each):
         if score == "identity":
             continue
-        rule = Rule(score, renormalise, 1.0, None, False, expert_scale, None, probabilities, top_k)
+        rule = Rule(
+            score, order is not None, 1.0, None, False, expert_scale, None, probabilities, top_k, order=order or 1.0
+        )
         plain = rule.weigh(router, block, logits, ids)
         ratio = (weights / plain)[real]
         scale = float(ratio.median())
@@ -189,6 +205,16 @@ def _fit(router: nn.Module, block: nn.Module, logits: Tensor, weights: Tensor, i
         selection = _fit_selection(router, block, score, logits, ids, real.all(1))
         return dataclasses.replace(rule, selection=selection)
     return None
+
+
+def _norm_orders(router: nn.Module, block: nn.Module) -> list[float]:
+    """Orders of a norm other than the sum that the chosen scores may be divided by."""
+    named = [(name, value) for part in (router, block) for name, value in vars(part).items()]
+    return [
+        float(value)
+        for name, value in named
+        if "normalize" in name and isinstance(value, int | float) and not isinstance(value, bool) and value != 1
+    ]
 
 
 def _fit_sequential(
@@ -202,7 +228,7 @@ def _fit_sequential(
         if not torch.equal(chosen.choose(router, block, logits, ids.shape[1]), ids):
             continue
         # The width of its rows is the number of picks, whatever the router's top_k says.
-        rule = SequentialRule("softmax", False, 1.0, None, False, None, chosen, False, ids.shape[1], Place(name))
+        rule = SequentialRule("softmax", False, 1.0, None, False, None, chosen, False, ids.shape[1], margin=Place(name))
         if torch.allclose(rule.weigh(router, block, logits, ids), weights, rtol=1e-4, atol=1e-6):
             return rule
     return None
@@ -220,7 +246,7 @@ def _fit_shared_sum(router: nn.Module, block: nn.Module, output: tuple[Any, ...]
     for score in SCORES:
         selection = _fit_selection(router, block, score, logits, ids, torch.ones_like(totals, dtype=torch.bool))
         rule = SharedSumRule(
-            score, True, scale, None, False, None, selection, False, top_k, int(shared.shape[1]), scales
+            score, True, scale, None, False, None, selection, False, top_k, shared=int(shared.shape[1]), scales=scales
         )
         if score == "identity" or not torch.allclose(
             rule.weigh(router, block, rule.full_logits(output), ids), weights, rtol=1e-4, atol=1e-6

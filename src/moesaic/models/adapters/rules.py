@@ -123,6 +123,7 @@ class Rule:
         selection: how the experts are chosen, or None when that was not reproduced.
         probabilities: whether the router's first output holds probabilities instead of logits.
         top_k: experts that the router takes per row.
+        order: of the norm that renormalises; 1 is the sum.
     """
 
     score: str
@@ -134,6 +135,7 @@ class Rule:
     selection: Selection | None
     probabilities: bool
     top_k: int
+    order: float = 1.0
 
     def weigh(self, router: nn.Module, block: nn.Module, logits_TE: Tensor, ids_TK: Tensor) -> Tensor:
         """Weights (T, K) of the choice ``ids_TK``, without a factor that the block applies itself.
@@ -143,6 +145,8 @@ class Rule:
         weights = gather_slots(SCORES[self.score](logits_TE), ids_TK)
         if self.renormalise:
             total = weights.sum(-1, keepdim=True)
+            if self.order != 1.0:
+                total = torch.linalg.vector_norm(weights, self.order, dim=-1, keepdim=True)
             weights = weights / torch.where(total == 0, 1.0, total)
         if self.expert_scale is not None:
             each = self.expert_scale.read(router, block)

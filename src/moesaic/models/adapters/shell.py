@@ -11,10 +11,12 @@ import torch
 from torch import Tensor, nn
 
 from moesaic.layers.intervention import Chooser
+from moesaic.models.adapters.bank import ForeignBank
+from moesaic.models.adapters.exchange import Exchange, RouterOutput
 from moesaic.models.adapters.probe import Probe
 from moesaic.models.adapters.rules import Rule
 from moesaic.models.adapters.rules_beyond import SHARED
-from moesaic.models.adapters.weights import ForeignExperts, fill_empty
+from moesaic.models.adapters.weights import fill_empty
 from moesaic.routing import Context, Routing
 from moesaic.routing.routing import mask_logits
 
@@ -32,14 +34,16 @@ class Shell:
         experts: the bank.
         found: what probing the router showed.
         output_site: the module whose output is the layer's: the block, or the bank where both hang on a decoder layer.
+        exchange: where and in what form the choice passes from router to experts.
     """
 
     name: str
     block: nn.Module
     router: nn.Module
-    experts: ForeignExperts
+    experts: ForeignBank
     found: Probe
     output_site: nn.Module
+    exchange: Exchange = dataclasses.field(default_factory=RouterOutput)
 
     @property
     def choices(self) -> int:
@@ -95,7 +99,10 @@ class Shell:
                 self.choices,
                 full_TE[:, : self.choices],
                 mask_T,
-                extras={} if self.found.rule is None else self.found.rule.beside(output),
+                extras={
+                    **self.exchange.beside(output, ids_TK, None),
+                    **({} if self.found.rule is None else self.found.rule.beside(output)),
+                },
                 score_function=self.score_function,
             )
         except ValueError as error:
@@ -109,7 +116,10 @@ class Shell:
         old_weights, old_ids = output[1], output[2]
         rows = routing.num_rows
         kept_TK = old_ids.reshape(rows, -1).to(torch.int64)
-        ids_TK, weights_TK = fill_empty(routing, kept_TK[:, 0])
+        if self.exchange.takes_empty and routing.slots:
+            ids_TK, weights_TK = routing.expert_ids_TK, routing.weights_TK
+        else:
+            ids_TK, weights_TK = fill_empty(routing, kept_TK[:, 0])
         if self.block_factor != 1.0:
             weights_TK = weights_TK / self.block_factor
         weights_TK = weights_TK.to(old_weights.dtype)
@@ -208,6 +218,7 @@ class Shell:
                 logits_TE = self.restrict(logits_TE, allowed_TE)
             if ids_TK is None:
                 ids_TK = self.choose(logits_TE, allowed_TE, output[2].shape[-1])
+                ids_TK = self.exchange.limit(self.router, logits_TE, ids_TK, output)
             elif ids_TK.numel() and (int(ids_TK.min()) < 0 or int(ids_TK.max()) > self.choices):
                 raise ValueError(
                     f"ids_TK must lie in 0..{self.choices - 1}, or be {self.choices} for an empty slot;"
@@ -222,7 +233,10 @@ class Shell:
                 self.choices,
                 logits_TE[:, : self.choices],
                 context.token_mask_T,
-                extras=self.rule.beside_choice(self.router, self.block, _float(logits_TE), ids_TK),
+                extras={
+                    **self.exchange.beside(output, ids_TK, allowed_TE),
+                    **self.rule.beside_choice(self.router, self.block, _float(logits_TE), ids_TK),
+                },
                 score_function=self.score_function,
             )
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -10,15 +9,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from moesaic.experts.fused import LOW_PRECISION, Parameters
-from moesaic.routing import Context, Routing
+from moesaic.models.adapters.bank import ForeignBank
+from moesaic.routing import Routing
 from moesaic.routing.dispatch import Dispatch
 
 
-class ForeignExperts:
-    """Contract 2 over a stacked bank of transformers: the module stays what it is, this reads, writes and runs it.
+class ForeignExperts(ForeignBank):
+    """A stacked bank: one module with ``gate_up_proj`` (or ``up_proj``) and ``down_proj`` of three axes.
 
     Args:
-        module: the module with ``gate_up_proj`` (or ``up_proj``) and ``down_proj`` of three axes.
+        module: that module; it takes (x, ids, weights).
         name: its path in the model, for messages.
 
     Raises:
@@ -31,17 +31,26 @@ class ForeignExperts:
         self.has_gate = bool(getattr(module, "has_gate", hasattr(module, "gate_up_proj")))
         self.concatenated = bool(getattr(module, "is_concatenated", True))
         first, down = self._first, self._parameter("down_proj")
-        self.transposed = bool(getattr(module, "is_transposed", False))
-        self.num_experts = int(down.shape[0])
-        self.width = int(down.shape[1 if self.transposed else 2])
-        self.out_dim = int(down.shape[2 if self.transposed else 1])
-        self.dim = int(first.shape[1 if self.transposed else 2])
+        self.transposed = bool(getattr(module, "is_transposed", self._looks_transposed(first, down)))
+        super().__init__(
+            module,
+            name,
+            num_experts=int(down.shape[0]),
+            dim=int(first.shape[1 if self.transposed else 2]),
+            out_dim=int(down.shape[2 if self.transposed else 1]),
+            width=int(down.shape[1 if self.transposed else 2]),
+        )
         rows = int(first.shape[2 if self.transposed else 1])
         if rows != (2 if self.has_gate else 1) * self.width:
             raise ValueError(
                 f"{name}: {self._first_name} {tuple(first.shape)} and down_proj {tuple(down.shape)} do not fit one"
                 f" layout (is_transposed={self.transposed}, has_gate={self.has_gate})"
             )
+        self.identities = int(first.shape[0]) - self.num_experts
+
+    def _looks_transposed(self, first: Tensor, down: Tensor) -> bool:
+        """Whether only the transposed reading fits: with a gate, 2F beside F leaves no doubt."""
+        return self.has_gate and first.shape[1] != 2 * down.shape[2] and first.shape[2] == 2 * down.shape[1]
 
     @property
     def _first_name(self) -> str:
@@ -56,38 +65,6 @@ class ForeignExperts:
         if not isinstance(value, Tensor):
             raise ValueError(f"{self.name} ({type(self.module).__name__}) has no tensor {name}")
         return value
-
-    def weights(self, ids: Sequence[int] | None = None) -> dict[str, Tensor]:
-        """Weights of the experts ``ids`` (all by default).
-
-        Returns:
-            ``gate`` and ``up`` (n, F, D) (no ``gate`` where the experts have none), ``down`` (n, D, F), and where the
-            bank has them ``gate_bias``, ``up_bias`` (n, F) and ``down_bias`` (n, D). Views of the parameters for all
-            experts, copies for some; both with gradient.
-
-        Raises:
-            IndexError: an id outside 0..E-1.
-        """
-        return {name: view if ids is None else view[self._index(ids, view)] for name, view in self._views().items()}
-
-    @torch.no_grad()
-    def write(self, expert: int, values: Mapping[str, Tensor]) -> None:
-        """Replace weights of one expert, under the names and shapes of :meth:`weights` without the first axis.
-
-        Raises:
-            ValueError: a name that this bank has not, or another shape.
-            IndexError: an id outside 0..E-1.
-        """
-        rows = self._rows(expert)
-        for name, value in values.items():
-            if name not in rows:
-                raise ValueError(f"{self.name} has no {name!r}; it has {sorted(rows)}")
-            row = rows[name]
-            if value.shape != row.shape:
-                raise ValueError(
-                    f"{name} of an expert of {self.name} has shape {tuple(row.shape)}, got {tuple(value.shape)}"
-                )
-            row.copy_(value)
 
     def parameters(self) -> Parameters:
         """The bank's tensors as the fused computation takes them, views with gradient.
@@ -119,17 +96,8 @@ class ForeignExperts:
         """The module's nonlinearity."""
         return getattr(self.module, "act_fn", None)
 
-    @property
-    def identities(self) -> int:
-        """Experts behind the others that return their input (ids E, E + 1, ...)."""
-        return int(self._first.shape[0]) - self.num_experts
-
-    def _rows(self, expert: int) -> dict[str, Tensor]:
-        """What :meth:`write` writes to."""
-        self._index([expert], self._first)
-        return {name: view[expert] for name, view in self._views().items()}
-
-    def _views(self) -> dict[str, Tensor]:
+    def views(self) -> dict[str, Tensor]:
+        """See :class:`ForeignBank`."""
         axis = 2 if self.transposed else 1
         experts = slice(0, self.num_experts)  # identity experts have rows here without a function
         first, down = self._first[experts], self._parameter("down_proj")
@@ -156,33 +124,16 @@ class ForeignExperts:
             "up": stacked[(*every_second, slice(1, None, 2))],
         }
 
-    def _index(self, ids: Sequence[int], like: Tensor) -> Tensor:
-        bad = [i for i in ids if not 0 <= i < self.num_experts]
-        if bad:
-            raise IndexError(f"{self.name} has experts 0..{self.num_experts - 1}, got {bad[0]}")
-        return torch.tensor(list(ids), dtype=torch.int64, device=like.device)
+    def stored(self) -> list[tuple[str, nn.Module, int]]:
+        """See :class:`ForeignBank`."""
+        named = (*self.module.named_parameters(recurse=False), *self.module.named_buffers(recurse=False))
+        return [(key, self.module, 1) for key, value in named if value.dim()]
 
-    def outputs(self, x_TD: Tensor, routing: Routing, context: Context | None = None) -> Tensor:
-        """Unweighted outputs slot by slot, (T, K, O); exactly zero in empty slots."""
-        per_slot = []
-        for slot in range(routing.slots):
-            ids = routing.expert_ids_TK[:, slot]
-            one = Routing(ids[:, None], (ids < routing.num_experts).to(x_TD.dtype)[:, None], routing.num_experts)
-            per_slot.append(self(x_TD, one, context))
-        if not per_slot:
-            return x_TD.new_zeros((x_TD.shape[0], 0, self.out_dim))
-        return torch.stack(per_slot, 1)
-
-    def __call__(self, x_TD: Tensor, routing: Routing, context: Context | None = None) -> Tensor:
-        """The routed sum as the bank itself computes it, (T, O); the block's factor, if any, is part of the weights."""
+    def run(self, x_TD: Tensor, routing: Routing) -> Tensor:
+        """See :class:`ForeignBank`."""
         ids, weights = fill_empty(routing)
-        weights = weights.to(x_TD.dtype)
-        itself_TK = ids >= self.num_experts  # experts that return their input
-        y_TO: Tensor = self.module(x_TD, ids.masked_fill(itself_TK, 0), weights.masked_fill(itself_TK, 0.0))
-        if routing.num_experts > self.num_experts:
-            y_TO = y_TO + x_TD * (weights * itself_TK).sum(1, keepdim=True)
-        empty_T = (routing.active_T == 0)[:, None]
-        return torch.where(empty_T, torch.zeros_like(y_TO), y_TO)
+        y_TO: Tensor = self.module(x_TD, ids, weights.to(x_TD.dtype))
+        return y_TO
 
 
 def fill_empty(routing: Routing, spare_T: Tensor | None = None) -> tuple[Tensor, Tensor]:
