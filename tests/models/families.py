@@ -271,14 +271,27 @@ FAMILIES = {
 
 def build(name: str, **changes: Any) -> nn.Module:
     """A seeded float32 model in eval mode."""
-    family = FAMILIES[name]
+    return create(name, FAMILIES[name], **changes)
+
+
+def create(name: str, family: Family, **changes: Any) -> nn.Module:
+    """A seeded float32 model of any family in eval mode.
+
+    Args:
+        name: of its folder in transformers, for classes that are not exported.
+        family: how to build it.
+        **changes: of the configuration.
+    """
     kind = getattr(transformers, family.model, None)
     if kind is None:
         kind = getattr(importlib.import_module(f"transformers.models.{name}.modeling_{name}"), family.model)
     allowed = {field.name for field in dataclasses.fields(kind.config_class)}
     settings = {key: value for key, value in _SETTINGS.items() if key in allowed}
+    own = {
+        key: value for key, value in {**family.changes, **changes}.items() if key in allowed or key in family.changes
+    }
     torch.manual_seed(0)
-    config = kind.config_class(**{**settings, **family.changes, **changes})
+    config = kind.config_class(**{**settings, **own})
     config._experts_implementation = "eager"
     model: nn.Module = kind(config).eval()
     _sharpen(model)

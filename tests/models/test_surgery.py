@@ -94,11 +94,14 @@ def test_dropping_equals_router_logits_of_minus_infinity(name: str) -> None:
     allowed[gone] = False
 
     def masked(call: Any) -> Routing:
-        if (
-            FAMILIES[name].score == "sigmoid" or FAMILIES[name].form != "stacked"
-        ):  # a score of its own: masked logits of others move nothing
+        if FAMILIES[name].score == "sigmoid":  # a score of its own: masked logits of others move nothing
             routing: Routing = call.choose(allowed_TE=allowed)
             return routing
+        if FAMILIES[name].form != "stacked":
+            own = call.choose(allowed_TE=allowed)
+            masked_TE = call.routing.logits_TE.masked_fill(~allowed, -torch.inf)
+            weighed: Routing = own.replace(weights_TK=call.layer.shell.weigh(masked_TE, own.expert_ids_TK))
+            return weighed
         shell, logits_TE = call.layer.shell, call.routing.logits_TE
         logits_TE = logits_TE.masked_fill(~allowed, -torch.inf)
         ids_TK = shell.choose(logits_TE, allowed.expand_as(logits_TE), call.routing.slots)

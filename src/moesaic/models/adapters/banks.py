@@ -44,7 +44,8 @@ class FlatExperts(ForeignBank):
 
     def run(self, x_TD: Tensor, routing: Routing) -> Tensor:
         """See :class:`ForeignBank`."""
-        y: Tensor = self.module(x_TD, routing.expert_ids_TK, routing.weights_TK.to(x_TD.dtype))
+        ids_TK, weights_TK = fill_empty(routing)
+        y: Tensor = self.module(x_TD, ids_TK, weights_TK.to(x_TD.dtype))
         return y.reshape(x_TD.shape[0], -1)
 
 
