@@ -295,6 +295,9 @@ def create(name: str, family: Family, **changes: Any) -> nn.Module:
     config._experts_implementation = "eager"
     model: nn.Module = kind(config).eval()
     _sharpen(model)
+    for key, table in model.named_buffers():
+        if key.endswith("tid2eid"):  # experts of each token; initially one and the same
+            table.copy_((torch.arange(len(table))[:, None] + torch.arange(table.shape[1])) % family.experts)
     return model
 
 

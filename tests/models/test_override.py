@@ -13,7 +13,7 @@ from moesaic.models.override import override_routing
 from moesaic.models.record import record_routing
 from moesaic.routing import Context, Routing
 from moesaic.routing.top_k import TopKRouter
-from tests.models.families import EXPERTS, VOCABULARY, build, run, token_ids
+from tests.models.families import EXPERTS, FAMILIES, VOCABULARY, build, run, token_ids
 
 
 @pytest.fixture(scope="module")
@@ -135,6 +135,27 @@ def test_padded_rows_stay_the_models_own(deepseek: nn.Module, side: str) -> None
 
 
 @torch.no_grad()
+@pytest.mark.case("C03")
+@pytest.mark.parametrize("name", [name for name, spec in FAMILIES.items() if spec.form != "stacked"] + ["inkling"])
+def test_padded_rows_in_other_structures(name: str) -> None:
+    """Padding has empty slots in what is seen, and what the model computes for it stays the model's own."""
+    model, ids = build(name), token_ids(2, 9)
+    mask = torch.ones(2, 9, dtype=torch.int64)
+    mask[1, :4] = 0
+    plain = run(model, ids, attention_mask=mask)
+    seen = []
+
+    def forced(call):
+        seen.append(call.routing)
+        return call.choose(ids_TK=call.routing.expert_ids_TK)
+
+    with override_routing(model, forced):
+        assert torch.allclose(run(model, ids, attention_mask=mask), plain, atol=1e-5)
+    padded = [routing for routing in seen if routing.token_mask_T is not None and not routing.token_mask_T.all()]
+    assert padded and all((routing.active_T[mask.reshape(-1) == 0] == 0).all() for routing in padded)
+
+
+@torch.no_grad()
 @pytest.mark.case("C15")
 def test_the_scale_factor_is_in_the_weights(deepseek: nn.Module) -> None:
     plain = run(deepseek)
@@ -172,13 +193,13 @@ def test_the_selection_bias_chooses_but_does_not_weigh() -> None:
 
 
 @pytest.mark.case("C02")
-@pytest.mark.parametrize("name", ["qwen3_moe", "deepseek_v3"])
+@pytest.mark.parametrize("name", ["qwen3_moe", "deepseek_v3", "inkling", "dbrx", "llama4", "jetmoe", "doge"])
 def test_recomputation_decides_and_counts_the_same(name: str) -> None:
     """With gradient checkpointing: equal gradients under an override that looks at padding, one record per layer."""
     ids = token_ids(2, 9)
     mask = torch.ones(2, 9, dtype=torch.int64)
     mask[0, :3] = 0
-    allowed = torch.arange(EXPERTS) != 1
+    allowed = torch.arange(FAMILIES[name].choices) != 1
 
     def route(call):
         real = call.context.token_mask_T
@@ -198,7 +219,7 @@ def test_recomputation_decides_and_counts_the_same(name: str) -> None:
 
     plain, calls = gradients(False)
     again, calls_again = gradients(True)
-    assert calls == calls_again == (3 if name == "qwen3_moe" else 2)
+    assert calls == calls_again == FAMILIES[name].layers
     assert len(plain) == len(again)
     for a, b in zip(plain, again, strict=True):
         assert torch.allclose(a, b, atol=1e-12, rtol=1e-12)

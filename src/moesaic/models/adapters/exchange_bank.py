@@ -24,7 +24,9 @@ class BankInput(Exchange):
             returned[threading.get_ident()] = output
 
         def before(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
-            output = returned.pop(threading.get_ident())
+            output = returned.pop(threading.get_ident(), None)
+            if output is None:  # the bank is run by itself, not by its block
+                return None
             decided = decide(args[0], lambda: self.read(output, args))
             if decided is None:
                 return None
