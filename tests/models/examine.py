@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 import tempfile
 from collections.abc import Callable
@@ -144,11 +145,12 @@ def _drop(model: nn.Module, family: Family) -> tuple[str, Tensor | None]:
     allowed = torch.ones(family.choices, dtype=torch.bool)
     allowed[gone] = False
     try:
+        drop_experts(copy.deepcopy(model), gone)
         with override_routing(model, lambda call: call.choose(allowed_TE=allowed)):
             expected = run(model)
-        drop_experts(model, gone)
     except ValueError as refusal:
         return _short(refusal), None
+    drop_experts(model, gone)
     dropped = run(model)
     assert (dropped - expected).abs().max() < TOLERANCE, (dropped - expected).abs().max()
     return "yes", dropped

@@ -274,6 +274,7 @@ def build(name: str, **changes: Any) -> nn.Module:
     return create(name, FAMILIES[name], **changes)
 
 
+@torch.no_grad()
 def create(name: str, family: Family, **changes: Any) -> nn.Module:
     """A seeded float32 model of any family in eval mode.
 
@@ -296,6 +297,8 @@ def create(name: str, family: Family, **changes: Any) -> nn.Module:
     model: nn.Module = kind(config).eval()
     _sharpen(model)
     for key, table in model.named_buffers():
+        if key.endswith("balancing_biases"):  # zaya sets the entry of its skip class whatever the file says
+            table[-1] = -1.0
         if key.endswith("tid2eid"):  # experts of each token; initially one and the same
             table.copy_((torch.arange(len(table))[:, None] + torch.arange(table.shape[1])) % family.experts)
     return model

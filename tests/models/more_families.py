@@ -144,7 +144,11 @@ MORE = {
     "ernie4_5_vl_moe": Family(
         "Ernie4_5_VLMoeTextModel", {"moe_intermediate_size": [16, 12], **_sections(1, 1, 2)}, layers=4
     ),
-    "kolibri1_1": Family("Kolibri1_1ForCausalLM", {"head_dim": 16}, score="sigmoid"),
+    "kolibri1_1": Family(
+        "Kolibri1_1ForCausalLM",
+        {"head_dim": 16, "index_num_heads": 2, "layer_types": ["sliding_attention"] * 3},
+        score="sigmoid",
+    ),
     "minicpm5_moe": Family("MiniCPM5MoeForCausalLM", _SPARSE, layers=2, score="sigmoid"),
     "zaya": Family("ZayaForCausalLM", {"num_experts_per_tok": 1, "router_hidden_size": 8}, top_k=1),
 }
