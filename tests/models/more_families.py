@@ -146,7 +146,7 @@ MORE = {
     ),
     "kolibri1_1": Family(
         "Kolibri1_1ForCausalLM",
-        {"head_dim": 16, "index_num_heads": 2, "layer_types": ["sliding_attention"] * 3},
+        {"head_dim": 16, "index_num_heads": 2, "layer_types": ["sliding_attention"] * 3, "mlp_only_layers": []},
         score="sigmoid",
     ),
     "minicpm5_moe": Family("MiniCPM5MoeForCausalLM", _SPARSE, layers=2, score="sigmoid"),

@@ -23,7 +23,10 @@ from tests.models.small import small_model
 FLOAT32_INSIDE = ("beam", "openai_privacy_filter", "longcat_flash")
 
 
-@pytest.fixture(scope="module", params=[name for name, spec in FAMILIES.items() if spec.form == "stacked"])
+CALLED = ("stacked", "block selects")  # forms whose experts are called with (x, ids, weights)
+
+
+@pytest.fixture(scope="module", params=[name for name, spec in FAMILIES.items() if spec.form in CALLED])
 def family(request: pytest.FixtureRequest) -> Iterator[tuple[str, nn.Module]]:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -48,7 +51,7 @@ def test_a_model_without_readable_experts_says_why() -> None:
         use_fast_experts(model)
 
 
-@pytest.mark.parametrize("name", [name for name, spec in FAMILIES.items() if spec.form != "stacked"])
+@pytest.mark.parametrize("name", [name for name, spec in FAMILIES.items() if spec.form not in CALLED])
 def test_forms_of_their_own_run_as_before(name: str) -> None:
     with pytest.raises(ValueError, match="stored or called in a form of their own"):
         use_fast_experts(build(name))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +14,6 @@ from moesaic.experts import FFNExperts
 from moesaic.layers import MoE
 from moesaic.models.handle import moe_layers
 from moesaic.models.override import override_routing
-from moesaic.models.saving import save
 from moesaic.models.surgery import (
     drop_experts,
     duplicate_experts,
@@ -179,47 +177,6 @@ def test_merging_writes_the_mean_and_keeps_the_first_router_row() -> None:
             assert torch.allclose(value[4], 0.25 * parts[key][5] + 0.75 * parts[key][2], atol=1e-6)
             assert torch.allclose(value[0], 0.5 * parts[key][0] + 0.5 * parts[key][7], atol=1e-6)
             assert torch.equal(value[1], parts[key][1])
-
-
-@torch.no_grad()
-def test_identity_experts_can_go_too(tmp_path: Path) -> None:
-    """LongCat's experts without weights have ids behind the others: dropped, they are gone from router and counts."""
-    model = build("longcat_flash")
-    gone = torch.tensor([2, 9, 11])
-    allowed = torch.ones(EXPERTS + 4, dtype=torch.bool).index_fill(0, gone, False)
-
-    def masked(call: Any) -> Routing:
-        shell, logits_TE = call.layer.shell, call.routing.logits_TE.masked_fill(~allowed, -torch.inf)
-        ids_TK = shell.choose(logits_TE, allowed.expand_as(logits_TE), call.routing.slots)
-        return call.routing.replace(expert_ids_TK=ids_TK, weights_TK=shell.weigh(logits_TE, ids_TK))
-
-    with override_routing(model, masked):
-        expected = run(model)
-    with pytest.raises(ValueError, match="as many of them in every layer"):
-        drop_experts(model, {0: [9]})
-    with pytest.raises(ValueError, match=r"experts are 0\.\.11"):
-        drop_experts(model, [12])
-    drop_experts(model, gone.tolist())
-    assert [(x.num_experts, x.router.num_experts) for x in moe_layers(model)] == [(EXPERTS - 1, EXPERTS + 1)] * 2
-    assert (run(model) - expected).abs().max() < 1e-5
-    save(model, tmp_path / "cut")
-    opened = type(model).from_pretrained(tmp_path / "cut").eval()
-    assert opened.config.zero_expert_num == 2
-    assert (run(opened) - expected).abs().max() < 1e-5
-
-
-@torch.no_grad()
-def test_merging_in_other_layouts() -> None:
-    for name in ("dbrx", "llama4", "switch_transformers", "nllb_moe", "jetmoe"):
-        model = build(name)
-        before = {key: value.clone() for key, value in moe_layers(model)[1].experts.weights().items()}
-        merge_experts(model, {1: [[2, 5]]})
-        bank = moe_layers(model)[1].experts
-        assert bank.num_experts == EXPERTS - 1
-        for key, value in bank.weights().items():
-            assert torch.allclose(value[2], (before[key][2] + before[key][5]) / 2, atol=1e-6)
-            assert torch.equal(value[[0, 1, 3, 4, 5, 6]], before[key][[0, 1, 3, 4, 6, 7]])
-        assert torch.isfinite(run(model)).all()
 
 
 @torch.no_grad()

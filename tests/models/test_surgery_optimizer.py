@@ -8,12 +8,13 @@ import pytest
 import torch
 from torch import nn
 
+from moesaic.models.handle import moe_layers
 from moesaic.models.surgery import drop_experts, duplicate_experts, reorder_experts
 from moesaic.models.surgery_optimizer import remap_optimizer
 from moesaic.training.config import OptimizerConfig
 from moesaic.training.optimizers import build_optimizers
 from moesaic.training.row_adam import RowAdam
-from tests.models.families import build, token_ids
+from tests.models.families import build, run, token_ids
 from tests.models.small import small_model, tokens
 
 ORDER = [3, 1, 0, 2]
@@ -82,3 +83,23 @@ def test_refusals() -> None:
         remap_optimizer(optimizer, surgery)
     with pytest.raises(ValueError, match="must be a torch optimizer, got str"):
         remap_optimizer("adam", surgery)
+
+
+def test_a_module_for_each_expert_keeps_its_own_state() -> None:
+    """Dropping one leaves the others' parameters the same objects; the router's moments follow its rows."""
+    model = build("switch_transformers").train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    run(model).square().mean().backward()
+    optimizer.step()
+    layer = moe_layers(model)[0]
+    third = layer.module.experts["expert_3"].wi.weight
+    moment = optimizer.state[layer.shell.router.classifier.weight]["exp_avg"].clone()
+    surgery = drop_experts(model, [2])
+    assert surgery.bytes[1] < surgery.bytes[0]
+    assert layer.module.experts["expert_2"].wi.weight is third
+    assert remap_optimizer(optimizer, surgery) == 2 * len(surgery.maps)
+    now = optimizer.state[layer.shell.router.classifier.weight]["exp_avg"]
+    assert torch.equal(now, moment[[0, 1, 3, 4, 5, 6, 7]])
+    optimizer.zero_grad()
+    run(model).square().mean().backward()
+    optimizer.step()

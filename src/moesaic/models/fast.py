@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from moesaic.models.adapters.bank import ForeignBank
+from moesaic.models.adapters.banks import FlatExperts
 from moesaic.models.adapters.weights import ForeignExperts
 from moesaic.models.fast_forward import fast_experts_forward
 from moesaic.models.handle import MoELayer, moe_layers
@@ -123,9 +124,9 @@ def use_fast_experts(model: nn.Module) -> FastExperts:
 def _switch(layer: MoELayer, done: FastExperts) -> str:
     """Make one layer fast and note it; the reason where that is not possible."""
     bank = layer.experts
-    if isinstance(bank, ForeignBank) and type(bank) is not ForeignExperts:
+    if isinstance(bank, ForeignBank) and type(bank) not in (ForeignExperts, FlatExperts):
         return "its experts are stored or called in a form of their own"
-    if not isinstance(bank, ForeignExperts):
+    if not isinstance(bank, ForeignExperts | FlatExperts):
         done.covered[layer.name] = "of ours, fast already"
         return ""
     module = bank.module
@@ -146,7 +147,7 @@ def _switch(layer: MoELayer, done: FastExperts) -> str:
     return reason
 
 
-def _unreadable(bank: ForeignExperts) -> str:
+def _unreadable(bank: ForeignExperts | FlatExperts) -> str:
     for name, tensor in bank.module.named_parameters():
         if not tensor.dtype.is_floating_point or tensor.element_size() < 2:
             return f"its weights are quantized ({name} is {tensor.dtype})"
@@ -168,7 +169,7 @@ def _reached(module: nn.Module) -> bool:
 
 
 @torch.no_grad()
-def _replace(bank: ForeignExperts, done: FastExperts) -> str:
+def _replace(bank: ForeignExperts | FlatExperts, done: FastExperts) -> str:
     module = bank.module
     if "forward" in vars(module) or hasattr(module, "_hf_hook"):
         return "its forward has been replaced already (by an offloader or another library)"

@@ -8,9 +8,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from moesaic.experts.activations import Activation
+from moesaic.experts.activations import Activation, SwiGLU
 from moesaic.experts.backends import chosen_backend
 from moesaic.experts.fused import Parameters, fused_ffn
+from moesaic.models.adapters.banks import FlatExperts, called_bank
 from moesaic.models.adapters.weights import ForeignExperts, plain_sum
 from moesaic.routing.dispatch import Dispatch
 
@@ -34,15 +35,16 @@ def fast_experts_forward(module: nn.Module, x: Tensor, ids_TK: Tensor, weights_T
     """
     if torch.compiler.is_compiling():
         return _compiled(module, x, ids_TK, weights_TK)
-    bank = ForeignExperts(module, type(module).__name__)
+    bank = called_bank(module, type(module).__name__)
     x_TD = x.reshape(-1, x.shape[-1])
     parameters, x_TD = _compute_dtype(bank.parameters(), x_TD)
     experts = bank.num_experts
     dispatch = Dispatch.of(ids_TK.clamp(max=experts), experts)
-    if _learns_inside(module) or chosen_backend(x_TD) == "reference":
+    activation = _activation(bank)
+    if activation is None or _learns_inside(module) or chosen_backend(x_TD) == "reference":
         y_TO = plain_sum(bank, parameters, x_TD, weights_TK, dispatch)
     else:
-        y_TO = fused_ffn(x_TD, weights_TK, dispatch, parameters, _activation(bank))
+        y_TO = fused_ffn(x_TD, weights_TK, dispatch, parameters, activation)
     if bank.identities:
         chosen_TK = (ids_TK >= experts) & (ids_TK < experts + bank.identities)
         y_TO = y_TO + x_TD * (weights_TK * chosen_TK).sum(1, keepdim=True).to(x_TD.dtype)
@@ -72,10 +74,13 @@ def _learns_inside(module: nn.Module) -> bool:
     return any(parameter.dim() < 2 for child in inner for parameter in child.parameters())
 
 
-def _activation(bank: ForeignExperts) -> Activation:
+def _activation(bank: ForeignExperts | FlatExperts) -> Activation | None:
+    """What the fused computation does between the projections; None where it cannot."""
     own_gate = getattr(type(bank.module), "_apply_gate", None)
     plain_gate = own_gate is None or own_gate.__module__ == "transformers.integrations.moe"
     silu = type(bank.activation).__name__ in ("SiLU", "SiLUActivation")
+    if isinstance(bank, FlatExperts):
+        return SwiGLU() if silu else None
     if plain_gate and silu and bank.has_gate and bank.concatenated:
         return _JOINT_SWIGLU
     return _BankActivation(bank)

@@ -143,6 +143,7 @@ def duplicate_experts(model: nn.Module, experts: Choice) -> Surgery:
     A copy has its source's weights, router row, biases and scales, so it gets the same logit and either computes the
     same. A row that chose the source now may choose both, which takes a slot from another expert: logits of the model
     stay the same only where the weights do (all experts doubled together with top-k, softmax or renormalised weights).
+    Where a family keeps a module for each expert a copy is a new module, whose parameters an optimizer does not know.
 
     Args:
         model: see :func:`drop_experts`.
@@ -256,9 +257,11 @@ def rearrange_experts(
                 maps.append(IndexMap(item.name, item.tensor, item.axes, index, item.places(layer.num_experts)))
             item.tensor.grad = None
             item.tensor.data = value
-        if layer.shell is not None and id(layer.shell.experts.module) not in done:
-            done.add(id(layer.shell.experts.module))
-            layer.shell.experts.rearrange(plan.sources, mix)
+        if layer.shell is not None and any(item.part == "module" for item in plan.tensors):
+            bank = layer.shell.experts
+            sizes[0] += _bytes(bank.module)
+            bank.rearrange(plan.sources, mix)
+            sizes[1] += _bytes(bank.module)
         set_layer_counts(layer, plan.sources, plan.top_k, None if plan.identities is None else len(plan.identities))
         changes.append(
             LayerChange(
@@ -348,6 +351,10 @@ def _check_together(model: nn.Module, plans: Sequence[_Plan]) -> None:
                 f"layer {plan.layer.name} reads its top-k from the configuration, which holds one for all layers: it"
                 " cannot be lowered in some layers only"
             )
+
+
+def _bytes(module: nn.Module) -> int:
+    return sum(value.numel() * value.element_size() for value in module.parameters())
 
 
 def _moved(item: ExpertTensor, plan: _Plan, mix: Tensor | None) -> Tensor:

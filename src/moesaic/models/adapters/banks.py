@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from moesaic.experts.fused import Parameters
 from moesaic.models.adapters.bank import ForeignBank
 from moesaic.models.adapters.weights import ForeignExperts, fill_empty
 from moesaic.routing import Routing
@@ -38,6 +39,22 @@ class FlatExperts(ForeignBank):
         }
         return {**stacked, "down": stacked["down"].transpose(1, 2)}
 
+    def parameters(self) -> Parameters:
+        """The bank's tensors as the fused computation takes them, views with gradient."""
+        views = self.views()
+        return Parameters(views["up"], views["down"], gate_EFD=views["gate"])
+
+    def activate(self, first_NH: Tensor) -> Tensor:
+        """What the bank does between its projections: (N, 2F), gate first, to (N, F)."""
+        gate, up = first_NH.chunk(2, dim=1)
+        h_NF: Tensor = self.activation(gate) * up
+        return h_NF
+
+    @property
+    def activation(self) -> Any:
+        """The module's nonlinearity."""
+        return getattr(self.holder, "activation_fn", None)
+
     def stored(self) -> list[tuple[str, nn.Module, int]]:
         """See :class:`ForeignBank`."""
         return [(name, self.holder, self.width) for name in ("w1", "v1", "w2")]
@@ -47,6 +64,21 @@ class FlatExperts(ForeignBank):
         ids_TK, weights_TK = fill_empty(routing)
         y: Tensor = self.module(x_TD, ids_TK, weights_TK.to(x_TD.dtype))
         return y.reshape(x_TD.shape[0], -1)
+
+
+def flat_holder(module: nn.Module) -> nn.Module | None:
+    """The child of ``module`` with the three matrices of :class:`FlatExperts`, or None."""
+    for child in module.children():
+        own = {key for key, value in child.named_parameters(recurse=False) if value.dim() == 2}
+        if own >= {"w1", "v1", "w2"}:
+            return child
+    return None
+
+
+def called_bank(module: nn.Module, name: str) -> ForeignExperts | FlatExperts:
+    """The bank whose module is called with (x, ids, weights)."""
+    holder = flat_holder(module)
+    return ForeignExperts(module, name) if holder is None else FlatExperts(module, holder, name)
 
 
 class ScaledInputExperts(ForeignExperts):

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 
 from torch import Tensor, nn
 
-from moesaic.models.adapters.banks import FlatExperts, ModuleExperts, PairedExperts, ScaledInputExperts
+from moesaic.models.adapters.banks import FlatExperts, ModuleExperts, PairedExperts, ScaledInputExperts, flat_holder
 from moesaic.models.adapters.exchange import DenseScores, RouterOutput, SortedRows
 from moesaic.models.adapters.exchange_bank import BlockSelects, OneHotSlots
 from moesaic.models.adapters.probe import probe
@@ -56,15 +56,15 @@ def stacked(name: str, modules: Modules) -> Shell | None:
 def flat(name: str, modules: Modules) -> Shell | None:
     """Experts whose child holds ``w1``, ``v1``, ``w2`` (E * F, D), in a block that chooses from a router's logits."""
     bank = modules[name]
-    holders = [child for child in bank.children() if _own_tensors(child, 2) >= {"w1", "v1", "w2"}]
-    if len(holders) != 1:
+    holder = flat_holder(bank)
+    if holder is None:
         return None
     block_name, router = _block_of(name, modules)
     block = modules[block_name]
     if router is None or not hasattr(block, "route_tokens_to_experts"):
         return None
     exchange = BlockSelects()
-    bank_found = FlatExperts(bank, holders[0], name)
+    bank_found = FlatExperts(bank, holder, name)
     return Shell(block_name, block, router, bank_found, probe(router, block, exchange), block, exchange)
 
 

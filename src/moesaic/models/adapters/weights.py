@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -156,9 +156,18 @@ def fill_empty(routing: Routing, spare_T: Tensor | None = None) -> tuple[Tensor,
     return torch.where(ids < routing.num_experts, ids, used_T[:, None]), weights
 
 
-def plain_sum(
-    bank: ForeignExperts, parameters: Parameters, x_TD: Tensor, weights_TK: Tensor, dispatch: Dispatch
-) -> Tensor:
+class Activated(Protocol):
+    """A bank that says what happens between its projections."""
+
+    @property
+    def module(self) -> nn.Module:
+        """What is called."""
+
+    def activate(self, first_NH: Tensor) -> Tensor:
+        """(N, 2F), or (N, F), to (N, F)."""
+
+
+def plain_sum(bank: Activated, parameters: Parameters, x_TD: Tensor, weights_TK: Tensor, dispatch: Dispatch) -> Tensor:
     """Weighted sum of experts by plain differentiable operations, expert by expert, a norm behind each included.
 
     Args:
