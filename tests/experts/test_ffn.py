@@ -392,8 +392,8 @@ def test_every_parameter_has_axes_of_its_shape():
         ({"num_experts": 0}, "num_experts must be at least 1"),
         ({"out_dim": 0}, "out_dim must be at least 1"),
         ({"widths": (3, 3)}, r"widths must have one entry per expert \(4\), got 2"),
-        ({"widths": (3, 3, 0, 3)}, r"widths must lie in \[1, width = 5\]"),
-        ({"widths": (3, 3, 6, 3)}, r"widths must lie in \[1, width = 5\]"),
+        ({"widths": (3, 3, 0, 3)}, r"widths must be between 1 and width = 5"),
+        ({"widths": (3, 3, 6, 3)}, r"widths must be between 1 and width = 5"),
         ({"init_scale": float("nan")}, "init_scale must be finite"),
     ],
 )

@@ -57,5 +57,5 @@ def test_does_not_see_the_future():
 
 
 def test_bad_arguments_are_named():
-    with pytest.raises(ValueError, match="places must be at least 1, got 4 and 0"):
+    with pytest.raises(ValueError, match="places must be at least 1, got 0"):
         CausalShift(4, 0)

@@ -154,7 +154,7 @@ def test_equal_rows_far_from_zero_have_distance_zero(rng):
     [
         (lambda: MultiViewDistanceEncoder(views=("raw", "l2")), "views"),
         (lambda: MultiViewDistanceEncoder(views=()), "views"),
-        (lambda: MultiViewDistanceEncoder(k=0), "k is 0"),
+        (lambda: MultiViewDistanceEncoder(k=0), "k must be at least 1, got 0"),
         (lambda: MultiViewDistanceEncoder(backend="annoy"), "backend"),
         (lambda: MultiViewDistanceEncoder().fit([[1.0]]), "at least 2"),
         (lambda: MultiViewDistanceEncoder().fit([[1.0], [np.nan]]), "finite"),

@@ -131,8 +131,8 @@ def test_foreign_files_are_refused(network, tmp_path):
     ("call", "words"),
     [
         (lambda: pretrain([]), "contexts is empty"),
-        (lambda: pretrain([np.eye(3)], epochs=0), "epochs is 0"),
-        (lambda: pretrain([np.eye(3)], config=SMALL, chunk_rows=0), "chunk_rows is 0"),
+        (lambda: pretrain([np.eye(3)], epochs=0), "epochs must be at least 1, got 0"),
+        (lambda: pretrain([np.eye(3)], config=SMALL, chunk_rows=0), "chunk_rows must be at least 1, got 0"),
         (lambda: pretrain([np.eye(3)], config=SMALL, gate_entropy_weight=-1), "gate_entropy_weight"),
         (lambda: pretrain([[[1.0]]], config=SMALL), "at least 2"),
     ],

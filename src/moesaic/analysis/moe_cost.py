@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from moesaic.formats.arguments import check_count
 from moesaic.layers.latent import LatentMoEConfig
 
 
@@ -102,7 +103,9 @@ def moe_cost(
         ("bytes_per_element", bytes_per_element),
         ("exchange_bytes", exchange_bytes),
     ):
-        if not value > 0:
+        if name in ("tokens", "devices"):
+            check_count(name, value)
+        elif not value > 0:
             raise ValueError(f"{name} must be positive, got {value}")
     if config.num_experts % devices:
         raise ValueError(f"devices must divide num_experts = {config.num_experts}, got {devices}")

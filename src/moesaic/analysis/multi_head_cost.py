@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
+from moesaic.formats.arguments import check_count
 from moesaic.layers.latent import LatentMoEConfig
 from moesaic.layers.multi_head_latent import MultiHeadMoEConfig
 
@@ -90,5 +91,4 @@ def expert_parallel_bytes(config: LatentMoEConfig, tokens: int, world: int, byte
 
 def _check(tokens: int, world: int, bytes_per_element: int) -> None:
     for name, value in (("tokens", tokens), ("world", world), ("bytes_per_element", bytes_per_element)):
-        if value < 1:
-            raise ValueError(f"{name} must be at least 1, got {value}")
+        check_count(name, value)

@@ -75,7 +75,7 @@ def read_batches(folder: Path, model: nn.Module, text: Path | None, tokens: int,
             " tokenizer.json does not belong to it"
         )
     source = "the bundled Shakespeare sample" if text is None else str(text)
-    return Reading(_cut(encoded, length, model), source, lambda row: [tokenizer.decode([i]) for i in row])
+    return Reading(_cut(encoded, length, model), source, tokenizer.pieces)
 
 
 def _check_length(length: int, tokens: int, vocabulary: int) -> None:

@@ -10,6 +10,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from moesaic.formats.arguments import check_count
+
 
 @dataclass(frozen=True, eq=False)
 class Batch:
@@ -60,7 +62,7 @@ class PackedTokens:
         if stream.dim() != 1:
             raise ValueError(f"tokens must have shape (N,), got {tuple(stream.shape)}")
         self.tokens = stream
-        self.seed = seed
+        self.seed = check_count("seed", seed, 0)
         self._epoch = lru_cache(maxsize=2)(self._draw_epoch)
 
     def __len__(self) -> int:
@@ -72,8 +74,7 @@ class PackedTokens:
         Raises:
             ValueError: fewer than ``length + 1`` tokens.
         """
-        if length < 1:
-            raise ValueError(f"length must be at least 1, got {length}")
+        check_count("length", length)
         if len(self) < length + 1:
             raise ValueError(
                 f"the text has {len(self)} tokens, a window of length {length} needs {length + 1}:"

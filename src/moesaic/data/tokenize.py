@@ -12,6 +12,8 @@ import numpy.typing as npt
 from tokenizers import Regex, decoders, models, pre_tokenizers, trainers
 from tokenizers import Tokenizer as BaseTokenizer
 
+from moesaic.data.decoding import StreamDecoder, byte_letters, decode_whole
+from moesaic.formats.arguments import check_count
 from moesaic.formats.atomic import atomic_file
 
 KINDS = ("byte", "char", "bpe")
@@ -56,7 +58,7 @@ class Tokenizer:
             raise ValueError(f"tokenizer must be one of {KINDS} or the path of a tokenizer.json, got {kind!r}")
         if not any(texts):
             raise ValueError("texts are empty: a tokenizer needs text")
-        if kind == "bpe" and vocab_size < 257:
+        if check_count("vocab_size", vocab_size) < 257 and kind == "bpe":
             raise ValueError(f"vocab_size must be at least 257 for bpe (256 bytes and one pair), got {vocab_size}")
         special = [END] if (len(texts) > 1 if end is None else end) else []
         if kind == "char":
@@ -136,24 +138,20 @@ class Tokenizer:
         return np.concatenate(pieces)
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Text of ``ids``; the end token is left out."""
-        return str(self.base.decode([int(i) for i in ids], skip_special_tokens=True))
+        """Text of ``ids``; the end token is left out, and so are bytes of a last character that is not whole."""
+        return decode_whole(self.base, ids)
 
+    def stream(self, *, mid_text: bool = False) -> StreamDecoder:
+        """A decoder that takes ids one by one, as a model writes them, and gives whole characters.
 
-def byte_letters() -> dict[str, int]:
-    """The printable letter that stands for each byte in byte-level tokenizers -> the byte, which is its id.
+        Args:
+            mid_text: the ids may start inside a character, as a cut-out of a text does.
+        """
+        return StreamDecoder(self.base, mid_text=mid_text)
 
-    Printable Latin-1 bytes stand for themselves, the others for the code points from 256 on, in order of the byte.
-    """
-    letters = {}
-    spare = 256
-    for byte in range(256):
-        if 33 <= byte <= 126 or 161 <= byte <= 172 or 174 <= byte <= 255:
-            letters[chr(byte)] = byte
-        else:
-            letters[chr(spare)] = byte
-            spare += 1
-    return letters
+    def pieces(self, ids: Sequence[int]) -> list[str]:
+        """The text of each token of a cut-out of a text; a character of several tokens is that of the last of them."""
+        return list(map(self.stream(mid_text=True).push, ids))
 
 
 def _character_table(base: BaseTokenizer) -> npt.NDArray[np.int32] | None:

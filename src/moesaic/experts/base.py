@@ -8,6 +8,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
+from moesaic.formats.arguments import check_count
 from moesaic.routing import Context, Routing
 
 
@@ -34,12 +35,9 @@ class Experts(nn.Module):
     def __init__(self, dim: int, num_experts: int, out_dim: int | None = None) -> None:
         super().__init__()
         out_dim = dim if out_dim is None else out_dim
-        for name, value in (("dim", dim), ("num_experts", num_experts), ("out_dim", out_dim)):
-            if value < 1:
-                raise ValueError(f"{name} must be at least 1, got {value}")
-        self.dim = dim
-        self.num_experts = num_experts
-        self.out_dim = out_dim
+        self.dim = check_count("dim", dim)
+        self.num_experts = check_count("num_experts", num_experts)
+        self.out_dim = check_count("out_dim", out_dim)
 
     def refuse_other_dtype(self, x: Tensor, weight: Tensor) -> None:
         """Refuse rows of another dtype than the weights that they meet outside autocast.

@@ -12,6 +12,7 @@ from moesaic.experts.activations import Activation, activation_of
 from moesaic.experts.backends import chosen_backend
 from moesaic.experts.base import Experts
 from moesaic.experts.fused import Parameters, fused_ffn
+from moesaic.formats.arguments import check_count
 from moesaic.routing import Context, ParameterSpec, Routing
 
 
@@ -57,16 +58,13 @@ class FFNExperts(Experts):
         recompute: bool = False,
     ) -> None:
         super().__init__(dim, num_experts, out_dim)
-        if width < 1:
-            raise ValueError(f"width must be at least 1, got {width}")
+        width = check_count("width", width)
         if not math.isfinite(init_scale) or init_scale < 0:
             raise ValueError(f"init_scale must be finite and >= 0, got {init_scale}")
         if widths is not None:
-            widths = tuple(int(value) for value in widths)
+            widths = tuple(check_count("widths", value, 1, width, f"width = {width}") for value in widths)
             if len(widths) != num_experts:
                 raise ValueError(f"widths must have one entry per expert ({num_experts}), got {len(widths)}: {widths}")
-            if not all(1 <= value <= width for value in widths):
-                raise ValueError(f"widths must lie in [1, width = {width}], got {widths}")
         self.width = width
         self.widths = widths
         self.activation = activation_of(activation)

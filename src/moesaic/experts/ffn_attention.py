@@ -9,6 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from moesaic.formats.arguments import check_count
+
 # Rows and hidden units of one tile of scores: 1 MiB of float32, which stays in cache.
 TILE_ROWS, TILE_HIDDEN = 1024, 256
 Span = tuple[int, int, int]
@@ -63,8 +65,7 @@ def spans_as_attention(
             "x, keys and values must be (N, C), (F, C) and (F, O), the last two with an axis of experts before,"
             f" got {tuple(x_NC.shape)}, {tuple(keys_EFC.shape)}, {tuple(values_EFO.shape)}"
         )
-    if tile < 1:
-        raise ValueError(f"tile must be at least 1, got {tile}")
+    check_count("tile", tile)
     pieces = [
         (expert, start, min(start + TILE_ROWS, last))
         for expert, first, last in spans

@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from moesaic.experts.activations import Activation
 from moesaic.experts.base import Experts
 from moesaic.experts.ffn import FFNExperts
+from moesaic.formats.arguments import check_count
 from moesaic.routing import Context, ParameterSpec, Routing
 
 
@@ -180,10 +181,9 @@ def latent_width(dim: int, latent_size: int | None, compression: int | None) -> 
     if latent_size is not None and compression is not None:
         raise ValueError(f"give latent_size or compression, not both; got {latent_size} and {compression}")
     if latent_size is not None:
-        if not 1 <= latent_size <= dim:
-            raise ValueError(f"latent_size must be between 1 and the model width {dim}, got {latent_size}")
-        return latent_size
+        return check_count("latent_size", latent_size, 1, dim, f"the model width {dim}")
     compression = 4 if compression is None else compression
-    if compression < 1 or dim % compression:
+    check_count("compression", compression)
+    if dim % compression:
         raise ValueError(f"compression must be a positive divisor of the model width {dim}, got {compression}")
     return dim // compression

@@ -17,6 +17,7 @@ from moesaic.experts.base import Experts
 from moesaic.experts.ffn_attention import spans_as_attention
 from moesaic.experts.latent import InnerBank, blank_padding
 from moesaic.experts.packing import BLOCK_ROWS, pack_tokens
+from moesaic.formats.arguments import check_count
 from moesaic.routing import Context, MultiHeadRouter, ParameterSpec, Routing
 
 BACKENDS = ("grouped", "packed")
@@ -76,7 +77,8 @@ class MultiHeadLatentExperts(Experts):
         zero_down: bool = False,
     ) -> None:
         super().__init__(dim, num_experts)
-        if num_heads < 1 or num_experts % num_heads:
+        num_heads = check_count("num_heads", num_heads)
+        if num_experts % num_heads:
             raise ValueError(f"num_heads must divide num_experts = {num_experts}, got {num_heads}")
         if head_size is None and dim % num_heads:
             raise ValueError(f"num_heads must divide the model width {dim}, or give head_size; got {num_heads}")
@@ -85,8 +87,7 @@ class MultiHeadLatentExperts(Experts):
             raise ValueError(f"routing_size = {routing_size} needs separate_routing_tokens=True")
         routing_size = head_size if routing_size is None else routing_size
         for name, value in (("head_size", head_size), ("routing_size", routing_size), ("block_size", block_size)):
-            if value < 1:
-                raise ValueError(f"{name} must be at least 1, got {value}")
+            check_count(name, value)
         if backend not in BACKENDS:
             raise ValueError(f"backend must be one of {BACKENDS}, got {backend!r}")
         self.num_heads, self.head_size, self.head_experts = num_heads, head_size, num_experts // num_heads

@@ -7,6 +7,8 @@ import dataclasses
 import torch
 from torch import Tensor
 
+from moesaic.formats.arguments import check_count
+
 BLOCK_ROWS = 128
 
 
@@ -58,8 +60,7 @@ def pack_tokens(ids_HTK: Tensor, num_experts: int, block_size: int = BLOCK_ROWS)
     """
     if ids_HTK.dim() != 3 or ids_HTK.dtype != torch.int64:
         raise ValueError(f"ids_HTK must be int64 of shape (H, T, K), got {ids_HTK.dtype} {tuple(ids_HTK.shape)}")
-    if block_size < 1:
-        raise ValueError(f"block_size must be at least 1, got {block_size}")
+    check_count("block_size", block_size)
     if ids_HTK.numel() and not 0 <= int(ids_HTK.min()) <= int(ids_HTK.max()) <= num_experts:
         raise ValueError(
             f"ids_HTK must lie in 0..{num_experts}, the last for an empty slot,"

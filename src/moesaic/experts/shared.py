@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from moesaic.experts.activations import Activation, activation_of
+from moesaic.formats.arguments import check_count
 
 
 class SharedExpert(nn.Module):
@@ -45,8 +46,7 @@ class SharedExpert(nn.Module):
         super().__init__()
         out_dim = dim if out_dim is None else out_dim
         for name, value in (("dim", dim), ("width", width), ("out_dim", out_dim)):
-            if value < 1:
-                raise ValueError(f"{name} must be at least 1, got {value}")
+            check_count(name, value)
         self.dim, self.width, self.out_dim = dim, width, out_dim
         self.activation = activation_of(activation)
         self.up = nn.Linear(dim, width, bias=bias)

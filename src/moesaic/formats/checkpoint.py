@@ -18,6 +18,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from moesaic.formats.arguments import check_count
 from moesaic.formats.atomic import atomic_folder, remove_leftovers
 
 FORMAT = "moesaic-checkpoint"
@@ -84,10 +85,8 @@ def save_checkpoint(
         ValueError: ``keep`` below 1 or a negative step.
         OSError: the disk is full or refuses; earlier checkpoints are untouched.
     """
-    if keep < 1:
-        raise ValueError(f"keep must be at least 1, got {keep}")
-    if step < 0:
-        raise ValueError(f"step must be at least 0, got {step}")
+    check_count("keep", keep)
+    check_count("step", step, 0)
     root = Path(root)
     target = root / f"step-{step:08d}"
     if target.exists():  # the same step again, after a resume: identical by construction unless damaged

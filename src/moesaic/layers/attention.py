@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from moesaic.formats.arguments import check_count
 from moesaic.layers.norm import Norm
 from moesaic.layers.rotary import rotate
 
@@ -52,13 +53,14 @@ class Attention(nn.Module):
     ) -> None:
         super().__init__()
         num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
-        if num_heads < 1 or num_kv_heads < 1 or num_heads % num_kv_heads:
+        dim, num_heads = check_count("dim", dim), check_count("num_heads", num_heads)
+        if num_heads % check_count("num_kv_heads", num_kv_heads):
             raise ValueError(f"num_kv_heads must divide num_heads = {num_heads}, got {num_kv_heads}")
         if head_dim is None:
             if dim % num_heads:
                 raise ValueError(f"num_heads must divide dim = {dim} when head_dim is not given, got {num_heads}")
             head_dim = dim // num_heads
-        if head_dim < 2 or head_dim % 2:
+        if check_count("head_dim", head_dim) % 2:
             raise ValueError(f"head_dim must be even and at least 2 (rotary turns pairs), got {head_dim}")
         if qk_norm not in QK_NORMS:
             raise ValueError(f"qk_norm must be one of {QK_NORMS}, got {qk_norm!r}")

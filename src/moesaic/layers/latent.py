@@ -9,6 +9,7 @@ import torch
 
 from moesaic.experts import ACTIVATIONS, Experts, FFNExperts, SharedExpert
 from moesaic.experts.latent import LatentExperts, latent_width
+from moesaic.formats.arguments import check_count
 from moesaic.layers.moe import MoE
 from moesaic.losses.balance import BalanceLoss
 from moesaic.routing import TopKRouter, parameter_specs
@@ -60,10 +61,9 @@ class LatentMoEConfig:
     def __post_init__(self) -> None:
         for name in ("hidden_size", "num_experts", "top_k", "expert_size", "shared_expert_size", "num_layers"):
             value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"{name} must be at least 1, got {value}")
-        if self.num_shared_experts < 0:
-            raise ValueError(f"num_shared_experts must be at least 0, got {self.num_shared_experts}")
+            if value is not None:
+                check_count(name, value)
+        check_count("num_shared_experts", self.num_shared_experts, 0)
         if self.top_k > self.num_experts:
             raise ValueError(f"top_k must be at most num_experts = {self.num_experts}, got {self.top_k}")
         if self.latent_size is not None:

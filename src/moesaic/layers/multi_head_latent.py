@@ -9,6 +9,7 @@ import torch
 
 from moesaic.experts import ACTIVATIONS, MultiHeadLatentExperts
 from moesaic.experts.multi_head_latent import BACKENDS
+from moesaic.formats.arguments import check_count
 from moesaic.layers.latent import LatentMoEConfig
 from moesaic.layers.moe import MoE
 
@@ -58,8 +59,8 @@ class MultiHeadMoEConfig:
     def __post_init__(self) -> None:
         for name in ("hidden_size", "num_heads", "num_experts", "top_k", "expert_size", "head_size", "num_layers"):
             value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"{name} must be at least 1, got {value}")
+            if value is not None:
+                check_count(name, value)
         if self.head_size is None and self.hidden_size % self.num_heads:
             raise ValueError(f"num_heads must divide hidden_size = {self.hidden_size}, got {self.num_heads}")
         if self.top_k > self.num_experts:
@@ -98,7 +99,8 @@ class MultiHeadMoEConfig:
         """
         if baseline.latent_size is not None:
             raise ValueError(f"baseline must be an ordinary layer, got latent_size = {baseline.latent_size}")
-        if granularity < 1 or baseline.expert_size % granularity:
+        check_count("granularity", granularity)
+        if baseline.expert_size % granularity:
             raise ValueError(f"granularity must divide expert_size = {baseline.expert_size}, got {granularity}")
         return cls(
             baseline.hidden_size,

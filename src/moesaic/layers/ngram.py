@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
+from moesaic.formats.arguments import check_count
 from moesaic.routing import ParameterSpec
 
 # Odd 62-bit multipliers, one a place in the n-gram; products wrap around in 64 bits, which is what mixes them.
@@ -53,13 +54,11 @@ class NgramEmbedding(nn.Module):
 
     def __init__(self, dim: int, orders: Sequence[int], rows: int, min_count: int | None = None) -> None:
         super().__init__()
-        if dim < 1 or rows < 1:
-            raise ValueError(f"dim and rows must be at least 1, got {dim} and {rows}")
-        orders = tuple(int(order) for order in orders)
-        if not orders or len(set(orders)) != len(orders) or not all(2 <= n <= len(_MULTIPLIERS) for n in orders):
+        dim, rows = check_count("dim", dim), check_count("rows", rows)
+        orders = tuple(check_count("orders", order, 2, len(_MULTIPLIERS)) for order in orders)
+        if not orders or len(set(orders)) != len(orders):
             raise ValueError(f"orders must be different numbers in [2, {len(_MULTIPLIERS)}], got {orders}")
-        if min_count is not None and min_count < 1:
-            raise ValueError(f"min_count must be None or at least 1, got {min_count}")
+        min_count = None if min_count is None else check_count("min_count", min_count)
         self.dim = dim
         self.orders = orders
         self.min_count = min_count

@@ -6,6 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from moesaic.formats.arguments import check_count
+
 KINDS = ("rms", "layer")
 
 
@@ -35,8 +37,7 @@ class Norm(nn.Module):
         super().__init__()
         if kind not in KINDS:
             raise ValueError(f"norm must be one of {KINDS}, got {kind!r}")
-        if dim < 1:
-            raise ValueError(f"dim must be at least 1, got {dim}")
+        dim = check_count("dim", dim)
         self.dim, self.kind, self.eps = dim, kind, eps
         self.weight = nn.Parameter(torch.ones(dim)) if scale else None
 

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from moesaic.formats.arguments import check_count
 from moesaic.routing import ParameterSpec
 
 
@@ -31,8 +32,7 @@ class CausalShift(nn.Module):
 
     def __init__(self, dim: int, places: int) -> None:
         super().__init__()
-        if dim < 1 or places < 1:
-            raise ValueError(f"dim and places must be at least 1, got {dim} and {places}")
+        dim, places = check_count("dim", dim), check_count("places", places)
         self.places = places
         self.weight_JD = nn.Parameter(torch.zeros(places, dim))
 

@@ -7,6 +7,7 @@ from typing import Any
 from huggingface_hub.dataclasses import strict
 from transformers import PreTrainedConfig
 
+from moesaic.formats.arguments import check_count
 from moesaic.models.registration import register_when_loaded
 
 FORMAT = 1  # of the configuration and checkpoint; newer ones are refused
@@ -95,6 +96,21 @@ class MoesaicConfig(PreTrainedConfig):
             raise ValueError(
                 f"moesaic_format is {self.moesaic_format}, this moesaic reads up to {FORMAT}: install a newer moesaic"
             )
+        for name in (
+            "vocab_size",
+            "hidden_size",
+            "num_hidden_layers",
+            "num_attention_heads",
+            "intermediate_size",
+            "num_experts",
+            "expert_width",
+            "max_position_embeddings",
+        ):
+            check_count(name, getattr(self, name))
+        for name in ("num_key_value_heads", "head_dim"):
+            if getattr(self, name) is not None:
+                check_count(name, getattr(self, name))
+        check_count("shift", self.shift, 0)
         if self.num_key_value_heads is None:
             self.num_key_value_heads = self.num_attention_heads
         if self.mlp_layer_types is None:
@@ -108,18 +124,6 @@ class MoesaicConfig(PreTrainedConfig):
                 f"mlp_layer_types must name 'dense' or 'moe' for each of the {self.num_hidden_layers} layers,"
                 f" got {kinds}"
             )
-        for name in (
-            "vocab_size",
-            "hidden_size",
-            "num_hidden_layers",
-            "intermediate_size",
-            "num_experts",
-            "expert_width",
-        ):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
-        if self.shift < 0:
-            raise ValueError(f"shift must be at least 0, got {self.shift}")
         if self.logit_cap is not None and self.logit_cap <= 0:
             raise ValueError(f"logit_cap must be positive or None, got {self.logit_cap}")
         super().__post_init__(**kwargs)  # type: ignore[no-untyped-call]

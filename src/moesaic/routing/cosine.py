@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from moesaic.formats.arguments import check_count
 from moesaic.routing.context import Context
 from moesaic.routing.parameters import ParameterSpec
 from moesaic.routing.selection import TopKSelection
@@ -60,8 +61,7 @@ class CosineRouter(TopKSelection):
     ) -> None:
         super().__init__(dim, num_experts, top_k, **selection)
         routing_dim = min(dim, max(8, num_experts // 2)) if routing_dim is None else routing_dim
-        if not 1 <= routing_dim <= dim:
-            raise ValueError(f"routing_dim must be between 1 and dim = {dim}, got {routing_dim}")
+        routing_dim = check_count("routing_dim", routing_dim, 1, dim, f"dim = {dim}")
         if not (math.isfinite(temperature) and temperature > TEMPERATURE_FLOOR):
             raise ValueError(f"temperature must be finite and above {TEMPERATURE_FLOOR}, got {temperature}")
         self.routing_dim = routing_dim

@@ -8,6 +8,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
+from moesaic.formats.arguments import check_count
 from moesaic.routing.checks import checking
 from moesaic.routing.context import Context
 from moesaic.routing.parameters import ParameterSpec
@@ -76,14 +77,13 @@ class MultiHeadRouter(Router):
         allow_constant_gate: bool = False,
     ) -> None:
         super().__init__(dim, num_experts)
-        if num_heads < 1 or dim % num_heads or num_experts % num_heads:
+        num_heads = check_count("num_heads", num_heads)
+        if dim % num_heads or num_experts % num_heads:
             raise ValueError(
                 f"num_heads must divide the width {dim} and the number of experts {num_experts}, got {num_heads}"
             )
-        if not 1 <= top_k <= num_experts // num_heads:
-            raise ValueError(
-                f"top_k must be between 1 and the {num_experts // num_heads} experts of a head, got {top_k}"
-            )
+        of_a_head = num_experts // num_heads
+        top_k = check_count("top_k", top_k, 1, of_a_head, f"the {of_a_head} experts of a head")
         if score not in SCORES:
             raise ValueError(f"score must be one of {SCORES}, got {score!r}")
         if top_k == 1 and score == "softmax" and not allow_constant_gate:
@@ -93,8 +93,7 @@ class MultiHeadRouter(Router):
             )
         if not math.isfinite(bias_rate) or bias_rate < 0:
             raise ValueError(f"bias_rate must be finite and >= 0, got {bias_rate}")
-        if tile < 1:
-            raise ValueError(f"tile must be at least 1, got {tile}")
+        tile = check_count("tile", tile)
         self.num_heads, self.head_size, self.head_experts = num_heads, dim // num_heads, num_experts // num_heads
         self.head_top_k, self.top_k = top_k, top_k * num_heads
         self.score_function = score

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from moesaic.formats.arguments import check_count
 from moesaic.routing.context import Context
 from moesaic.routing.parameters import ParameterSpec
 from moesaic.routing.routing import Routing
@@ -93,7 +94,8 @@ class PrincipalSubspaceRouter(TopKSelection):
         self.update = update
         self.mix = mix
         self.basis_only = basis_only
-        self.subspace = GHASubspace(dim, num_experts, lr=basis_lr, iters=basis_iters)
+        iters = check_count("basis_iters", basis_iters)
+        self.subspace = GHASubspace(dim, num_experts, lr=basis_lr, iters=iters)
         linear_is_used = not basis_only
         self.weight_ED = nn.Parameter(torch.empty(num_experts, dim, dtype=torch.float32), linear_is_used)
         self.alpha_E = nn.Parameter(torch.empty(num_experts, dtype=torch.float32), interpolate and linear_is_used)
@@ -180,8 +182,7 @@ def test_time_adaptation(
         raise ValueError(f"{type(model).__name__} has no PrincipalSubspaceRouter, so there is nothing to adapt")
     if lr is not None and not 0 < lr < float("inf"):
         raise ValueError(f"lr must be finite and > 0, got {lr}")
-    if iters is not None and iters < 1:
-        raise ValueError(f"iters must be at least 1, got {iters}")
+    iters = None if iters is None else check_count("iters", iters)
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     for router in routers:

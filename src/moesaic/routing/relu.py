@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from moesaic.formats.arguments import check_count
 from moesaic.routing.context import Context
 from moesaic.routing.parameters import ParameterSpec
 from moesaic.routing.router import Router
@@ -135,6 +136,7 @@ class L1Controller(StepState):
 
     def __init__(self, num_experts: int, target: float, *, factor: float = 1.2, start: float = 1e-8) -> None:
         super().__init__()
+        num_experts = check_count("num_experts", num_experts)
         if not 0 < target < num_experts:
             raise ValueError(f"target must lie in (0, num_experts = {num_experts}), got {target}")
         if not (math.isfinite(factor) and factor > 1):

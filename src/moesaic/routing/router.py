@@ -7,6 +7,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from moesaic.formats.arguments import check_count
 from moesaic.routing.checks import checking
 from moesaic.routing.context import Context
 from moesaic.routing.routing import Routing, mask_logits
@@ -38,12 +39,8 @@ class Router(StepState):
 
     def __init__(self, dim: int, num_experts: int) -> None:
         super().__init__()
-        if dim < 1:
-            raise ValueError(f"dim must be at least 1, got {dim}")
-        if num_experts < 1:
-            raise ValueError(f"num_experts must be at least 1, got {num_experts}")
-        self.dim = dim
-        self.num_experts = num_experts
+        self.dim = check_count("dim", dim)
+        self.num_experts = check_count("num_experts", num_experts)
         self.layer_name = ""  # set by the model, so that an error can say where
         self.layer_index = 0  # set by the model, so that random draws of different layers differ
 

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moesaic.formats.arguments import check_count
 from moesaic.routing.checks import checking
 from moesaic.routing.dispatch import Dispatch
 
@@ -59,8 +60,9 @@ class Routing:
 
     def __post_init__(self) -> None:
         ids, weights, experts = self.expert_ids_TK, self.weights_TK, self.num_experts
-        if experts < 1:
-            raise ValueError(f"num_experts must be at least 1, got {experts}")
+        if type(experts) is not int or experts < 1:  # an int in range, as nearly always, costs no call
+            experts = check_count("num_experts", experts)
+            object.__setattr__(self, "num_experts", experts)
         if ids.dim() != 2 or ids.dtype != torch.int64:
             raise ValueError(f"expert_ids_TK must be int64 of shape (T, K), got {ids.dtype} {tuple(ids.shape)}")
         if weights.shape != ids.shape or not weights.dtype.is_floating_point:

@@ -7,6 +7,7 @@ import math
 import torch
 from torch import Tensor
 
+from moesaic.formats.arguments import check_count
 from moesaic.routing.context import Context
 from moesaic.routing.router import Router, top_k_lower_index
 from moesaic.routing.routing import Routing, gather_slots
@@ -78,8 +79,7 @@ class TopKSelection(Router):
         seed: int = 0,
     ) -> None:
         super().__init__(dim, num_experts)
-        if not 1 <= top_k <= num_experts:
-            raise ValueError(f"top_k must be between 1 and num_experts = {num_experts}, got {top_k}")
+        top_k = check_count("top_k", top_k, 1, num_experts, f"num_experts = {num_experts}")
         if score not in SCORES:
             raise ValueError(f"score must be one of {SCORES}, got {score!r}")
         if renormalize and top_k == 1:
@@ -101,7 +101,7 @@ class TopKSelection(Router):
         self.num_groups = num_groups
         self.top_groups = top_groups
         self.noise_std = noise_std
-        self.seed = seed
+        self.seed = check_count("seed", seed, 0)
         self.has_bias = bias
         if bias:
             self.register_buffer("selection_bias_E", torch.zeros(num_experts, dtype=torch.float32))
@@ -194,7 +194,9 @@ def check_groups(num_experts: int, top_k: int, num_groups: int, top_groups: int)
     Raises:
         ValueError: see :class:`TopKSelection`.
     """
-    if num_groups < 1 or num_experts % num_groups:
+    check_count("num_groups", num_groups)
+    check_count("top_groups", top_groups)
+    if num_experts % num_groups:
         raise ValueError(f"num_groups must divide num_experts = {num_experts}, got {num_groups}")
     if not 1 <= top_groups <= num_groups:
         raise ValueError(f"top_groups must be between 1 and num_groups = {num_groups}, got {top_groups}")

@@ -8,6 +8,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
+from moesaic.formats.arguments import check_count
+
 
 def in_recompute() -> bool:
     """Whether this forward runs inside a backward pass: the second computation of a checkpointed block.
@@ -79,7 +81,7 @@ class StepCounter:
     """
 
     def __init__(self, size: int) -> None:
-        self.size = size
+        self.size = check_count("size", size)
         self._sum: Tensor | None = None
 
     def add(self, counts: Tensor) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moesaic.formats.arguments import check_count
 from moesaic.routing.float_keys import pack, unpack_ids
 
 # Rows and experts of one block of scores: 1 MiB of float32, which stays in cache.
@@ -53,12 +54,11 @@ def streaming_top_k(
         raise ValueError(f"x_HTC has width {x_HTC.shape[2]}, keys_HEC {keys_HEC.shape[2]}")
     if x_HTC.dtype != keys_HEC.dtype or x_HTC.dtype not in (torch.float32, torch.float64):
         raise ValueError(f"x_HTC and keys_HEC must both be float32 or float64, got {x_HTC.dtype}, {keys_HEC.dtype}")
-    if not 1 <= top_k <= keys_HEC.shape[1]:
-        raise ValueError(f"top_k must be between 1 and the {keys_HEC.shape[1]} experts of a head, got {top_k}")
+    experts = keys_HEC.shape[1]
+    check_count("top_k", top_k, 1, experts, f"the {experts} experts of a head")
     if bias_HE is not None and bias_HE.shape != keys_HEC.shape[:2]:
         raise ValueError(f"bias_HE must have shape {tuple(keys_HEC.shape[:2])}, got {tuple(bias_HE.shape)}")
-    if tile < 1:
-        raise ValueError(f"tile must be at least 1, got {tile}")
+    check_count("tile", tile)
     values, ids = _StreamingTopK.apply(x_HTC, keys_HEC, bias_HE, top_k, tile)  # type: ignore[no-untyped-call]
     return values, ids
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from moesaic.formats.arguments import check_count
 from moesaic.routing.checks import checking
 from moesaic.routing.state import StepState, reduce_sum
 
@@ -39,12 +40,11 @@ class GHASubspace(StepState):
 
     def __init__(self, dim: int, num_components: int, lr: float = 5e-5, iters: int = 1) -> None:
         super().__init__()
-        if not 1 <= num_components <= dim:
-            raise ValueError(f"num_components must be between 1 and dim = {dim}, got {num_components}")
+        dim = check_count("dim", dim)
+        num_components = check_count("num_components", num_components, 1, dim, f"dim = {dim}")
         if not (math.isfinite(lr) and lr > 0):
             raise ValueError(f"lr must be finite and > 0, got {lr}")
-        if iters < 1:
-            raise ValueError(f"iters must be at least 1, got {iters}")
+        iters = check_count("iters", iters)
         self.dim = dim
         self.num_components = num_components
         self.lr = lr

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moesaic.formats.arguments import check_count
 from moesaic.routing.routing import Routing
 from moesaic.routing.state import StepCounter, StepState, reduce_sum
 
@@ -60,8 +61,7 @@ class PIThresholdController(StepState):
         ema: float = 0.0,
     ) -> None:
         super().__init__()
-        if num_experts < 1:
-            raise ValueError(f"num_experts must be at least 1, got {num_experts}")
+        num_experts = check_count("num_experts", num_experts)
         if not 1 <= target <= num_experts:
             raise ValueError(f"target must lie in [1, num_experts = {num_experts}], got {target}")
         for name, gain in (("kp", kp), ("ki", ki)):

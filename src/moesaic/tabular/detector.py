@@ -15,6 +15,7 @@ from sklearn.base import BaseEstimator, OutlierMixin
 from sklearn.utils.metaestimators import available_if
 from sklearn.utils.validation import check_is_fitted, validate_data
 
+from moesaic.formats.arguments import check_count
 from moesaic.tabular.columns import TableEncoder
 from moesaic.tabular.explain import Explanation, column_shares
 from moesaic.tabular.network import GatedViewMoE, ViewScores
@@ -190,8 +191,8 @@ class OneForAllDetector(OutlierMixin, BaseEstimator):  # type: ignore[misc]
         share = self.contamination
         if share != "auto" and not (isinstance(share, numbers.Real) and 0.0 < float(share) <= 0.5):
             raise ValueError(f'contamination is {share!r}; it must be "auto" or a share in (0, 0.5]')
-        if self.n_neighbors is not None and self.n_neighbors < 1:
-            raise ValueError(f"n_neighbors is {self.n_neighbors}; it must be at least 1, or None")
+        if self.n_neighbors is not None:
+            check_count("n_neighbors", self.n_neighbors)
 
     def _network(self) -> GatedViewMoE:
         if isinstance(self.model, GatedViewMoE):

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from moesaic.formats.arguments import check_count
 from moesaic.routing import Routing
 
 _SLOPE = 0.2  # of every LeakyReLU, as in the authors' code
@@ -67,8 +68,7 @@ class NetworkConfig:
         if not self.views:
             raise ValueError("views is empty; the network needs at least one view")
         for name in ("ranks", "dim", "hidden"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
+            check_count(name, getattr(self, name))
         if not self.temperature > 0:
             raise ValueError(f"temperature is {self.temperature}; it must be above 0")
 
@@ -135,6 +135,7 @@ class GatedViewMoE(nn.Module):
     def __init__(self, config: NetworkConfig | None = None, *, seed: int = 0) -> None:
         super().__init__()
         self.config = config = config or NetworkConfig()
+        check_count("seed", seed, 0)
         views = len(config.views)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)

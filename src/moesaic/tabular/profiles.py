@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from moesaic.formats.arguments import check_count
 from moesaic.tabular.neighbours import BACKENDS, NeighbourIndex, make_index
 from moesaic.tabular.ranks import RankMap
 from moesaic.tabular.views import VIEWS, Matrix, View
@@ -52,8 +53,7 @@ class MultiViewDistanceEncoder:
         unknown = [name for name in views if name not in VIEWS]
         if unknown or not views:
             raise ValueError(f"views is {tuple(views)}; it must name at least one of {tuple(VIEWS)}")
-        if k < 1:
-            raise ValueError(f"k is {k}; a profile needs at least 1 neighbour")
+        k = check_count("k", k)
         if backend not in BACKENDS:
             raise ValueError(f"backend is {backend!r}; it must be one of {BACKENDS}")
         self.views, self.k, self.backend, self.n_jobs = tuple(views), k, backend, n_jobs

@@ -17,6 +17,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor, nn
 
+from moesaic.formats.arguments import check_count
 from moesaic.formats.atomic import atomic_file
 from moesaic.tabular.anomalies import PseudoAnomalySampler
 from moesaic.tabular.network import GatedViewMoE, NetworkConfig
@@ -123,8 +124,8 @@ def pretrain(
     """
     if len(contexts) < 1:
         raise ValueError("contexts is empty; at least one source table is needed")
-    if epochs < 1:
-        raise ValueError(f"epochs is {epochs}; it must be at least 1")
+    check_count("epochs", epochs)
+    check_count("seed", seed, 0)
     config, sampler = config or NetworkConfig(), sampler or PseudoAnomalySampler()
     rng = np.random.default_rng(seed)
     tables = [source_task(context, config, sampler, rng, joint=joint, backend=backend) for context in contexts]
@@ -177,8 +178,7 @@ class AnomalyScores(Task[SourceTask]):
         chunk_rows: int = 32,
         gate_entropy_weight: float = 0.0,
     ) -> None:
-        if chunk_rows < 1:
-            raise ValueError(f"chunk_rows is {chunk_rows}; it must be at least 1")
+        check_count("chunk_rows", chunk_rows)
         if gate_entropy_weight < 0:
             raise ValueError(f"gate_entropy_weight is {gate_entropy_weight}; it must be at least 0")
         self.tables = list(tables)

@@ -7,6 +7,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Any
 
+from moesaic.formats.arguments import check_count
 from moesaic.routing.parameters import ROLES
 
 SCHEDULES = ("cosine", "wsd", "linear", "constant")
@@ -31,8 +32,8 @@ class StageConfig:
 
     def __post_init__(self) -> None:
         _within("until", self.until, 0, 1, open_low=True)
-        _at_least("batch", self.batch, 1)
-        _at_least("length", self.length, 1)
+        check_count("batch", self.batch, 1)
+        check_count("length", self.length, 1)
 
 
 @dataclass
@@ -54,7 +55,7 @@ class ScheduleConfig:
 
     def __post_init__(self) -> None:
         _one_of("kind", self.kind, SCHEDULES)
-        _at_least("warmup", self.warmup, 0)
+        check_count("warmup", self.warmup, 0)
         _within("decay", self.decay, 0, 1, open_low=True)
         _within("final", self.final, 0, 1)
 
@@ -87,11 +88,10 @@ class MuonConfig:
     def __post_init__(self) -> None:
         _positive("lr", self.lr)
         _within("momentum", self.momentum, 0, 1, open_high=True)
-        _at_least("momentum_warmup", self.momentum_warmup, 0)
+        check_count("momentum_warmup", self.momentum_warmup, 0)
         _within("weight_decay", self.weight_decay, 0, math.inf)
-        if not 1 <= self.iterations <= 8:
-            raise ValueError(f"iterations must be between 1 and 8, got {self.iterations}")
-        _at_least("every", self.every, 1)
+        check_count("iterations", self.iterations, 1, 8)
+        check_count("every", self.every, 1)
         _one_of("experts", self.experts, EXPERT_RULES)
         if self.expert_lr is not None:
             _positive("expert_lr", self.expert_lr)
@@ -157,7 +157,7 @@ class AverageConfig:
         if self.decay is not None:
             _within("decay", self.decay, 0, 1, open_low=True, open_high=True)
         _within("start", self.start, 0, 1, open_high=True)
-        _at_least("every", self.every, 1)
+        check_count("every", self.every, 1)
 
 
 @dataclass
@@ -175,7 +175,7 @@ class EarlyStoppingConfig:
     restore: bool = True
 
     def __post_init__(self) -> None:
-        _at_least("patience", self.patience, 1)
+        check_count("patience", self.patience, 1)
         _within("least", self.least, 0, math.inf)
 
 
@@ -239,11 +239,11 @@ class TrainConfig:
         elif self.steps is None:
             raise ValueError("steps and seconds are both missing: one of them must end the run")
         if self.steps is not None:
-            _at_least("steps", self.steps, 1)
+            check_count("steps", self.steps, 1)
         for name in ("batch", "length", "accumulate", "log_every", "keep"):
-            _at_least(name, getattr(self, name), 1)
-        for name in ("eval_every", "eval_batches", "save_every"):
-            _at_least(name, getattr(self, name), 0)
+            check_count(name, getattr(self, name), 1)
+        for name in ("eval_every", "eval_batches", "save_every", "seed"):
+            check_count(name, getattr(self, name), 0)
         if self.clip is not None:
             _positive("clip", self.clip)
         _one_of("precision", self.precision, ("float32", "bfloat16"))
@@ -288,6 +288,7 @@ class DataConfig:
     def __post_init__(self) -> None:
         if not self.path:
             raise ValueError("data.path is missing: name a text file, a .jsonl file or a datasets folder")
+        check_count("vocab_size", self.vocab_size)
         for name in ("eval", "test"):
             _within(name, getattr(self, name), 0, 1, open_high=True)
         if self.eval + self.test >= 1:
@@ -314,11 +315,6 @@ class RunConfig:
 def as_dict(config: Any) -> dict[str, Any]:
     """A config dataclass as plain values."""
     return dataclasses.asdict(config)
-
-
-def _at_least(name: str, value: int, low: int) -> None:
-    if value < low:
-        raise ValueError(f"{name} must be at least {low}, got {value}")
 
 
 def _positive(name: str, value: float) -> None:

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from moesaic.formats.arguments import check_count
+
 # Coefficients (a, b, c) of the odd polynomials x -> a x + b x^3 + c x^5 that best push singular values in [1e-3, 1]
 # to 1 when applied in this order; Polar Express, arXiv:2505.16932. The last one is the fixed point and may be repeated.
 _POLAR_EXPRESS = (
@@ -62,10 +64,9 @@ class Muon(torch.optim.Optimizer):
     ) -> None:
         if not 0 <= momentum < 1:
             raise ValueError(f"momentum must lie in [0, 1), got {momentum}")
-        if not 1 <= iterations <= len(_POLAR_EXPRESS):
-            raise ValueError(f"iterations must be between 1 and {len(_POLAR_EXPRESS)}, got {iterations}")
-        if every < 1:
-            raise ValueError(f"every must be at least 1, got {every}")
+        check_count("iterations", iterations, 1, len(_POLAR_EXPRESS))
+        check_count("every", every)
+        check_count("momentum_warmup", momentum_warmup, 0)
         defaults = {
             "lr": lr,
             "momentum": momentum,
