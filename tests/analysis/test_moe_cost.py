@@ -85,7 +85,10 @@ def test_effective_parameter_multiplier():
 def test_bad_numbers():
     with pytest.raises(ValueError, match="devices must divide num_experts = 128, got 3"):
         moe_cost(BASE, 8, devices=3)
-    for name in ("tokens", "bytes_per_element", "exchange_bytes"):
+    for name, bad in (("tokens", 0), ("tokens", 2.5), ("devices", True)):
+        with pytest.raises(ValueError, match=f"{name} must be .*at least 1, got {bad}"):
+            moe_cost(BASE, **({"tokens": 8} | {name: bad}))
+    for name in ("bytes_per_element", "exchange_bytes"):
         with pytest.raises(ValueError, match=f"{name} must be positive"):
             moe_cost(BASE, **({"tokens": 8} | {name: 0}))
     with pytest.raises(ValueError, match="link_bandwidth"):

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from moesaic.models.modeling import MoesaicForCausalLM, MoesaicModel, MoesaicOutput
     from moesaic.models.override import override_routing
     from moesaic.models.record import record_routing
+    from moesaic.models.replace import replace_layers, trained_experts
     from moesaic.models.saving import Saved, save
     from moesaic.models.surgery import (
         Surgery,
@@ -52,8 +53,10 @@ _HOME = {
     "record_routing": "record",
     "remap_optimizer": "surgery_optimizer",
     "reorder_experts": "surgery",
+    "replace_layers": "replace",
     "save": "saving",
     "swap_routing": "swap",
+    "trained_experts": "replace",
     "use_fast_experts": "fast",
 }
 
@@ -79,8 +82,10 @@ __all__ = [
     "record_routing",
     "remap_optimizer",
     "reorder_experts",
+    "replace_layers",
     "save",
     "swap_routing",
+    "trained_experts",
     "use_fast_experts",
 ]
 

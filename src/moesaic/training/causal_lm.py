@@ -12,6 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from moesaic.data.packing import Batch, PackedTokens
+from moesaic.layers import collect_routings
+from moesaic.routing import Context
 from moesaic.training.config import TrainConfig
 from moesaic.training.task import Evaluation, Step, Task, TaskLoss, auxiliary_loss
 from moesaic.training.text_data import TextData
@@ -21,7 +23,8 @@ class CausalLM(Task[Batch]):
     """Next-token prediction for any transformers-like causal model.
 
     The loss is formed here and not in the model, so that it can be divided by the targets of the whole step. A model of
-    ours returns its routings, whose losses are the auxiliary loss; other models train without one.
+    ours returns its routings, whose losses are the auxiliary loss; so do layers of ours inside a model of transformers
+    (:class:`moesaic.layers.BareMoE`). Other models train without one.
 
     Args:
         data: tokens to train on and to evaluate with.
@@ -94,10 +97,13 @@ def causal_lm_loss(model: nn.Module, batch: Batch) -> TaskLoss:
         arguments["output_routings"] = True
     if "use_cache" in accepted:
         arguments["use_cache"] = False
-    output = model(**arguments)
+    batch_size, length = batch.inputs_BS.shape
+    context = Context.from_mask(batch.mask_BS, batch_size, length, device=batch.inputs_BS.device)
+    with collect_routings(context) as inside:  # of layers of ours in a model that passes no routings on
+        output = model(**arguments)
     logits_TV = output.logits.flatten(0, 1).float()
     total = F.cross_entropy(logits_TV, batch.targets_BS.reshape(-1), ignore_index=-100, reduction="sum")
-    routings = tuple(getattr(output, "routings", None) or ())
+    routings = tuple(getattr(output, "routings", None) or inside.routings)
     given = getattr(output, "aux_loss", None)
     return TaskLoss(total, given if isinstance(given, Tensor) else auxiliary_loss(routings), routings)
 

@@ -6,7 +6,7 @@ import re
 
 from torch import nn
 
-from moesaic.layers import MoE
+from moesaic.layers import BareMoE, MoE
 from moesaic.models.adapters.shell import Shell
 from moesaic.models.adapters.structures import STRUCTURES
 
@@ -25,7 +25,7 @@ def find_shells(model: nn.Module) -> list[Shell]:
         ValueError: a part that looks like an MoE layer and has no known structure, naming it and what is missing.
     """
     modules = dict(model.named_modules())
-    ours = [name for name, module in modules.items() if isinstance(module, MoE)]
+    ours = [name for name, module in modules.items() if isinstance(module, (BareMoE, MoE))]
     shells = []
     for name in modules:
         if not _in(name, ours):
