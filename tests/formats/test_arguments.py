@@ -6,6 +6,7 @@ import importlib
 import inspect
 import pkgutil
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,7 @@ from torch import nn
 
 from moesaic.data.tokenize import Tokenizer
 from moesaic.formats.arguments import check_count
+from moesaic.formats.trace import TraceLayer, TraceWriter
 from moesaic.tabular.network import NetworkConfig
 from moesaic.tabular.training import SourceTask
 
@@ -122,13 +124,14 @@ VALID: dict[str, dict[str, Any]] = {
         "every": 1,
     },
 }
-# What counts there is checked where it is used, as scikit-learn wants it.
-CHECKED_IN_FIT = {"tabular.detector.OneForAllDetector"}
+# Checked below: one in fit, as scikit-learn wants it, one that needs a folder.
+CHECKED_BELOW = {"tabular.detector.OneForAllDetector", "formats.trace.TraceWriter"}
 # Made by the library from its own numbers, never by a user.
 MADE_BY_US = {
     *("analysis.moe_cost.MoECost", "analysis.multi_head_cost.MultiHeadCost", "analysis.statistics.LayerStatistics"),
     *("analysis.statistics.ParameterCount", "analysis.statistics.RoutingStatistics", "data.download.DataFile"),
     *("data.packing.Batch", "experts.packing.Packing", "formats.checkpoint.Checkpoint", "models.exporting.Exported"),
+    *("formats.trace.TraceCall", "formats.trace.TraceLayer"),
     *(
         "models.block.MoesaicBlock",
         "models.handle.MoELayer",
@@ -177,7 +180,7 @@ CLASSES = counting_classes()
 
 
 def test_the_table_holds_every_class_that_takes_a_count() -> None:
-    assert set(CLASSES) == set(VALID) | CHECKED_IN_FIT | MADE_BY_US
+    assert set(CLASSES) == set(VALID) | CHECKED_BELOW | MADE_BY_US
 
 
 @pytest.mark.parametrize("name", VALID)
@@ -199,7 +202,7 @@ def refused(name: str, bad: Any, call: Callable[[], Any]) -> None:
     assert repr(bad) in str(error.value) or str(bad) in str(error.value), str(error.value)
 
 
-def test_the_other_ways_in_refuse_them_too() -> None:
+def test_the_other_ways_in_refuse_them_too(tmp_path: Path) -> None:
     from moesaic import FFNExperts, MoesaicConfig, TopKRouter
     from moesaic.experts import LatentExperts
     from moesaic.models.modeling import MoesaicForCausalLM
@@ -209,6 +212,7 @@ def test_the_other_ways_in_refuse_them_too() -> None:
     for bad in LESS_THAN_WHOLE:
         refused("compression", bad, lambda bad=bad: LatentExperts(8, 4, 4, compression=bad))
         refused("n_neighbors", bad, lambda bad=bad: OneForAllDetector(n_neighbors=bad).fit(rows))
+        refused("shard_slots", bad, lambda bad=bad: TraceWriter(tmp_path, [TraceLayer(0, "a", 4)], shard_slots=bad))
         refused("epochs", bad, lambda bad=bad: pretrain([rows], epochs=bad))
         refused("vocab_size", bad, lambda bad=bad: Tokenizer.train("bpe", ["text"], vocab_size=bad))
         refused("widths", bad, lambda bad=bad: FFNExperts(8, 4, 2, widths=(2, bad)))

@@ -26,6 +26,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
+from moesaic.formats.arguments import check_count
 from moesaic.formats.atomic import atomic_file, remove_leftovers
 
 FORMAT = "moesaic-trace"
@@ -99,8 +100,7 @@ class TraceWriter:
     def __init__(
         self, folder: str | os.PathLike[str], layers: Sequence[TraceLayer], shard_slots: int = 1 << 20
     ) -> None:
-        if shard_slots < 1:
-            raise ValueError(f"shard_slots must be at least 1, got {shard_slots}")
+        shard_slots = check_count("shard_slots", shard_slots)
         self.folder = Path(folder)
         self.folder.mkdir(parents=True, exist_ok=True)
         if any(_SHARD.fullmatch(entry.name) for entry in self.folder.iterdir()):
