@@ -31,6 +31,21 @@ What `moesaic` can do with each MoE family, found by running a tiny random model
 
 {counts}
 
+## Worth knowing
+
+- **doge** finds experts by pairs of keys: keys are dropped or reordered, each with all its pairs, never single experts.
+- **jetmoe** routes the queries and outputs of its attention too: these layers (`self_attention.experts`) take at most
+  as many experts a row as the model does, and share the count in the configuration with the others.
+- **llama4** scales what goes into an expert, so its nonlinearity sees the weight; every expert runs on every row.
+- **longcat_flash** has experts that return their input: their ids lie behind the others', they count in the load, can
+  be forced and dropped (as many in every layer).
+- **nllb_moe** as released runs its experts 0 and 1 whatever its router says. A row that keeps the model's choice is
+  computed so; a row that is given another choice is computed by the experts that it names.
+- **switch_transformers**, **nllb_moe**: an expert that is full leaves a slot empty, also in a choice among the allowed.
+- **inkling** weighs chosen and shared experts by one sum: `call.choose` gives the shared ones their new weights too.
+
+## What each can do
+
 """
 
 
