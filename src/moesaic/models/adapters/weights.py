@@ -132,6 +132,9 @@ class ForeignExperts(ForeignBank):
     def run(self, x_TD: Tensor, routing: Routing) -> Tensor:
         """See :class:`ForeignBank`."""
         ids, weights = fill_empty(routing)
+        if ids.shape[1] == 1 and not hasattr(self.module, "is_transposed"):
+            # A bank outside transformers' interface may squeeze an axis of one slot away (longcat_flash of 5.24 does).
+            ids, weights = ids.expand(-1, 2), F.pad(weights, (0, 1))
         y_TO: Tensor = self.module(x_TD, ids, weights.to(x_TD.dtype))
         return y_TO
 
