@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 
 import pytest
 import torch
+from matplotlib.text import Text
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from moesaic.analysis.report import Subject, build_sections, render_page, write_report
+from moesaic.analysis.report.narrow import COLUMN, CSS_PER_INCH
+from moesaic.analysis.report.page import figure_png
 from moesaic.analysis.report.sections import _builders, register_section
 from moesaic.analysis.statistics import parameter_count, routing_statistics
 from moesaic.models import MoesaicConfig, MoesaicForCausalLM
@@ -173,6 +177,14 @@ def test_page_works_in_a_browser_at_phone_width(subject, tmp_path):
         assert page.evaluate("document.documentElement.scrollWidth") <= 390
         assert page.locator("section").count() == 5
         assert page.locator("figure img").evaluate_all("all => all.every(image => image.naturalWidth > 0)")
+        shown = "image => [image.naturalWidth, Math.round(image.getBoundingClientRect().width)]"
+        narrow = page.locator("figure img").evaluate_all(f"all => all.map({shown})")
+        # Drawn for this width at two device pixels a CSS pixel, so a text keeps its points; the border takes 2.
+        assert {natural for natural, _ in narrow} == {2 * COLUMN} and {width for _, width in narrow} <= {356, 357, 358}
+        page.set_viewport_size({"width": 1440, "height": 800})
+        wide = f"() => [...document.images].every(image => image.complete && image.naturalWidth !== {2 * COLUMN})"
+        page.wait_for_function(wide, timeout=20_000)
+        page.set_viewport_size({"width": 390, "height": 800})
         spans = page.locator("#coloured span")
         assert spans.count() == 50
         assert spans.nth(0).inner_text() == NASTY[0]
@@ -182,3 +194,29 @@ def test_page_works_in_a_browser_at_phone_width(subject, tmp_path):
         assert before == [f"expert {e}" for e in subject.statistics.top_experts_LT[0][:50]]
         assert after == [f"expert {e}" for e in subject.statistics.top_experts_LT[2][:50]]
         browser.close()
+
+
+def test_narrow_figures_stack_their_panels_in_letters_that_can_be_read(subject):
+    for section in build_sections(subject):
+        for figure in section.figures.values():
+            wide = figure_png(figure)
+            assert figure_png(figure, narrow=True) != wide == figure_png(figure)  # drawn once, kept
+            assert figure.get_size_inches()[0] * CSS_PER_INCH == pytest.approx(COLUMN)
+            figure.draw_without_rendering()  # at the figure's own dots an inch, not the file's
+            panels = [axes for axes in figure.axes if axes.get_label() != "<colorbar>"]
+            boxes = [axes.get_tightbbox() for axes in panels]
+            assert all(above.y0 >= below.y1 - 1 for above, below in itertools.pairwise(boxes))
+            hidden = {
+                label
+                for axes in figure.axes
+                for axis in (axes.xaxis, axes.yaxis)
+                for tick in (*axis.get_major_ticks(), *axis.get_minor_ticks())
+                if not min(axis.get_view_interval()) <= tick.get_loc() <= max(axis.get_view_interval())
+                for label in (tick.label1, tick.label2)
+            }
+            for text in figure.findobj(Text):
+                if text.get_visible() and text.get_text().strip() and text not in hidden:
+                    # On a phone of 320 pixels the picture is shown at 288 of 358.
+                    assert text.get_fontsize() / 72 * CSS_PER_INCH * 288 / COLUMN >= 9, text
+                    extent = text.get_window_extent()
+                    assert extent.x0 >= figure.bbox.x0 - 1 and extent.x1 <= figure.bbox.x1 + 1, text

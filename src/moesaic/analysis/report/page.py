@@ -6,11 +6,13 @@ import base64
 import html
 import io
 from pathlib import Path
+from weakref import WeakKeyDictionary
 
 import matplotlib
 from matplotlib.figure import Figure
 
 from moesaic._version import __version__
+from moesaic.analysis.report.narrow import CSS_PER_INCH, lay_out_narrow
 from moesaic.analysis.report.sections import Section
 from moesaic.formats.atomic import atomic_file
 
@@ -36,12 +38,27 @@ border:1px solid var(--line);border-radius:8px;padding:.7rem;max-height:28rem;ov
 """
 
 
-def figure_png(figure: Figure) -> bytes:
-    """PNG bytes of a figure, 120 dots an inch, the same bytes for the same figure."""
-    buffer = io.BytesIO()
-    with matplotlib.rc_context({"font.size": 9}):
-        figure.savefig(buffer, format="png", dpi=120, bbox_inches="tight", metadata={"Software": None})
-    return buffer.getvalue()
+# Below this width of the window a page shows the narrow pictures.
+NARROW_WINDOW = 600
+_drawn: WeakKeyDictionary[Figure, tuple[bytes, bytes]] = WeakKeyDictionary()
+
+
+def figure_png(figure: Figure, *, narrow: bool = False) -> bytes:
+    """PNG bytes of a figure, the same bytes for the same figure.
+
+    Args:
+        figure: drawn once, at the first call; what is changed in it later is not seen.
+        narrow: laid out for a phone, see :mod:`moesaic.analysis.report.narrow`.
+    """
+    if figure not in _drawn:
+        wide = io.BytesIO()
+        with matplotlib.rc_context({"font.size": 9}):
+            figure.savefig(wide, format="png", dpi=120, bbox_inches="tight", metadata={"Software": None})
+        lay_out_narrow(figure)  # for good, so the wide one comes first and both are kept
+        slim = io.BytesIO()
+        figure.savefig(slim, format="png", dpi=2 * CSS_PER_INCH, metadata={"Software": None})
+        _drawn[figure] = wide.getvalue(), slim.getvalue()
+    return _drawn[figure][narrow]
 
 
 def render_page(title: str, note: str, sections: list[Section]) -> str:
@@ -66,15 +83,16 @@ def render_page(title: str, note: str, sections: list[Section]) -> str:
 
 def _section(section: Section) -> str:
     figures = "".join(
-        f'<figure><img alt="{html.escape(name)}" src="data:image/png;base64,{_base64(figure)}"></figure>'
+        f'<figure><picture><source media="(max-width:{NARROW_WINDOW}px)" srcset="{_data(figure, True)}">'
+        f'<img alt="{html.escape(name)}" src="{_data(figure, False)}"></picture></figure>'
         for name, figure in section.figures.items()
     )
     title = html.escape(section.title)
     return f'<section id="{html.escape(section.slug)}"><h2>{title}</h2>{section.html}{figures}</section>'
 
 
-def _base64(figure: Figure) -> str:
-    return base64.b64encode(figure_png(figure)).decode()
+def _data(figure: Figure, narrow: bool) -> str:
+    return f"data:image/png;base64,{base64.b64encode(figure_png(figure, narrow=narrow)).decode()}"
 
 
 def write_report(path: Path, title: str, note: str, sections: list[Section]) -> list[Path]:

@@ -62,7 +62,7 @@ def load(subject: Subject) -> Section:
     axes.set_yticks(range(len(layers)))
     if widest <= 32:
         axes.set_xticks(range(widest))
-    figure.colorbar(image, ax=axes)
+    figure.colorbar(image, ax=axes, use_gridspec=False)
     dead, heavy = sum(len(layer.dead()) for layer in layers), sum(len(layer.overloaded()) for layer in layers)
     total = sum(layer.num_experts for layer in layers)
     words = (
@@ -112,7 +112,7 @@ def sharpness(subject: Subject) -> Section | None:
         right.plot(range(1, len(profile) + 1), profile, color=colour, linewidth=1.2, label=f"layer {layer.index}")
     right.set(xlabel="rank of the expert", ylabel="mean probability", title="sorted score profile", yscale="log")
     if len(layers) <= 8:
-        right.legend(fontsize=8)
+        right.legend(fontsize=9)
     names = ("layer", "entropy, nats", "of uniform", "experts per token", "first expert's share")
     heads = "<tr>" + "".join(f"<th>{name}</th>" for name in names) + "</tr>"
     rows = "".join(_sharpness_row(layer, entropy) for layer, entropy in zip(layers, entropies, strict=True))
