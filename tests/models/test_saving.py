@@ -114,14 +114,33 @@ def test_masked_keeps_the_stock_shape_or_says_why_not(name: str, tmp_path: Path)
         assert {layer.num_experts for layer in moe_layers(opened)} == {EXPERTS}
         assert (run(opened) - plain).abs().max() < 1e-5
     else:
-        with pytest.raises(
-            ValueError, match=r"masked=True: layer .* (inside groups|has no bias|form that cannot be padded)"
-        ):
+        words = "inside groups|has no bias|by softmax scores|form that cannot be padded"
+        with pytest.raises(ValueError, match=rf"masked=True: layer .* ({words})"):
             save(model, tmp_path / "masked", masked=True)
         assert not list(tmp_path.iterdir())
     assert model.config.to_dict() | written == config | written
     assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
     assert torch.equal(run(model), plain)
+
+
+@pytest.mark.parametrize(("biases", "kept"), [("equal", [0, 2, 3, 4, 6, 7]), ("different", [1, 3, 4, 6])])
+@torch.no_grad()
+def test_softmax_scores_with_a_bias_for_choosing_are_masked_where_that_is_exact(
+    biases: str, kept: list[int], tmp_path: Path
+) -> None:
+    """ERNIE 4.5: one bias for all experts, or a count of which the layer's own is a whole part."""
+    model: Any = build("ernie4_5_moe")
+    for layer in moe_layers(model):
+        bias = layer.module.get_parameter("gate.moe_statics.e_score_correction_bias")
+        bias.copy_(torch.full_like(bias, 0.2) if biases == "equal" else torch.linspace(-0.2, 0.2, EXPERTS)[None])
+    rearrange_experts(model, {0: kept})
+    plain, before = run(model), {key: value.clone() for key, value in model.state_dict().items()}
+    assert save(model, tmp_path / "masked", masked=True).native
+    opened = stock(model, tmp_path / "masked")
+    assert {layer.num_experts for layer in moe_layers(opened)} == {EXPERTS}
+    ids = torch.randint(3, 64, (64, 16), generator=torch.Generator().manual_seed(3))
+    assert (run(opened) - plain).abs().max() < 1e-5 and (run(opened, ids) - run(model, ids)).abs().max() < 1e-5
+    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
 
 
 @torch.no_grad()

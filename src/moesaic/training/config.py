@@ -68,7 +68,7 @@ class MuonConfig:
         lr: learning rate of matrices.
         momentum: of the gradient average (Nesterov).
         momentum_warmup: steps over which the momentum rises from 0.85.
-        weight_decay: decoupled.
+        weight_decay: decoupled, of the matrices that Muon moves; None (``null``) for the optimizer's ``weight_decay``.
         iterations: polynomial steps towards the orthogonal factor, 1 to 8.
         every: orthogonalise every n-th step; between, the last direction is reused.
         experts: ``"each"`` orthogonalises every expert's matrix, ``"stack"`` the experts side by side as one matrix
@@ -79,7 +79,7 @@ class MuonConfig:
     lr: float = 0.02
     momentum: float = 0.95
     momentum_warmup: int = 200
-    weight_decay: float = 0.0
+    weight_decay: float | None = None
     iterations: int = 5
     every: int = 1
     experts: str = "each"
@@ -89,7 +89,8 @@ class MuonConfig:
         _positive("lr", self.lr)
         _within("momentum", self.momentum, 0, 1, open_high=True)
         check_count("momentum_warmup", self.momentum_warmup, 0)
-        _within("weight_decay", self.weight_decay, 0, math.inf)
+        if self.weight_decay is not None:
+            _within("weight_decay", self.weight_decay, 0, math.inf)
         check_count("iterations", self.iterations, 1, 8)
         check_count("every", self.every, 1)
         _one_of("experts", self.experts, EXPERT_RULES)
@@ -110,7 +111,7 @@ class OptimizerConfig:
         role_lr: learning rate of a role where it differs, such as ``{"router": 0.002, "embedding": 0.008}``.
         betas: AdamW's.
         eps: AdamW's.
-        weight_decay: AdamW's, decoupled.
+        weight_decay: decoupled; of every matrix, also of those that Muon moves unless ``muon.weight_decay`` is set.
         fused: one fused kernel; by default where torch has it.
         muon: for ``name="muon"``.
     """

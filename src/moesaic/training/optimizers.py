@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from moesaic.routing import ParameterSpec, parameter_specs
+from moesaic.models.parameter_roles import model_parameter_specs
+from moesaic.routing import ParameterSpec
 from moesaic.training.config import OptimizerConfig
 from moesaic.training.muon import Muon
 from moesaic.training.row_adam import RowAdam
@@ -148,9 +149,10 @@ class Optimizers:
 def build_optimizers(model: nn.Module, config: OptimizerConfig) -> Optimizers:
     """Optimizers for every trainable parameter of ``model``.
 
-    Roles come from :func:`moesaic.routing.parameter_specs`: with ``config.name == "muon"`` matrices (dense, expert-in,
-    expert-out) go to Muon and all else to AdamW; routers, norms, biases and scalars never decay. Tables with sparse
-    gradients go to :class:`moesaic.training.row_adam.RowAdam`.
+    Roles come from :func:`moesaic.models.parameter_roles.model_parameter_specs`, the same for our models and for those
+    of transformers: with ``config.name == "muon"`` matrices (dense, expert-in, expert-out) go to Muon and all else to
+    AdamW; routers, norms, biases and scalars never decay. Tables with sparse gradients go to
+    :class:`moesaic.training.row_adam.RowAdam`.
 
     Raises:
         ValueError: a model without trainable parameters.
@@ -160,7 +162,7 @@ def build_optimizers(model: nn.Module, config: OptimizerConfig) -> Optimizers:
     rows: dict[float, list[nn.Parameter]] = {}
     names: dict[Tensor, str] = {}
     sparse, head = _sparse_parameters(model), _head(model)
-    for name, parameter, spec in parameter_specs(model):
+    for name, parameter, spec in model_parameter_specs(model):
         if not parameter.requires_grad:
             continue
         if parameter is head and spec.role == "dense":
@@ -189,7 +191,7 @@ def build_optimizers(model: nn.Module, config: OptimizerConfig) -> Optimizers:
             [{"params": p, "lr": lr, "stack": stack, "transposed": turned} for (lr, stack, turned), p in muon.items()],
             momentum=config.muon.momentum,
             momentum_warmup=config.muon.momentum_warmup,
-            weight_decay=config.muon.weight_decay,
+            weight_decay=config.weight_decay if config.muon.weight_decay is None else config.muon.weight_decay,
             iterations=config.muon.iterations,
             every=config.muon.every,
         )

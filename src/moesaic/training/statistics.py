@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from moesaic.layers import MoE
-from moesaic.routing import Routing, parameter_specs
+from moesaic.models.parameter_roles import model_parameter_specs
+from moesaic.routing import Routing
 
 _MOST_ROWS = 512
 _SAMPLES = 256
@@ -119,7 +120,7 @@ class ExpertMovement:
     def __init__(self, model: nn.Module) -> None:
         self._matrices = {
             name: parameter
-            for name, parameter, spec in parameter_specs(model)
+            for name, parameter, spec in model_parameter_specs(model)
             if spec.axes[:1] == ("expert",) and spec.role in ("expert-in", "expert-out")
         }
         self.start = {name: _sample(parameter) for name, parameter in self._matrices.items()}

@@ -1,0 +1,74 @@
+"""Roles of the parameters of any model: what nobody declared in a foreign MoE layer is read from its handle."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Iterator
+
+from torch import nn
+
+from moesaic.models.adapters.weights import ForeignExperts
+from moesaic.models.handle import MoELayer, moe_layers
+from moesaic.routing import ParameterSpec, parameter_specs
+
+_log = logging.getLogger("moesaic.models.roles")
+
+_BACK = re.compile(r"(down|out|wo|w2|fc2|output)[^.]*$")  # what maps back to the model's width
+
+
+def model_parameter_specs(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, ParameterSpec]]:
+    """:func:`~moesaic.routing.parameter_specs`, with foreign MoE layers under the rules of our own.
+
+    In a layer that :func:`~moesaic.models.handle.moe_layers` finds, matrices of the router are ``router``, stacked
+    experts ``expert-in`` (what reads the model's width; gate and up in one tensor are one matrix) and ``expert-out``,
+    with their axes in the order of storage, and experts' biases (E, F) ``expert-bias``. All else is as before.
+
+    Args:
+        model: ours, of transformers, or any module; one without MoE layers too.
+    """
+    known: dict[int, ParameterSpec] = {}
+    for layer in _layers(model):
+        known.update(_foreign(layer))
+    for name, parameter, spec in parameter_specs(model):
+        yield name, parameter, known.get(id(parameter), spec)
+
+
+def _layers(model: nn.Module) -> list[MoELayer]:
+    try:
+        return moe_layers(model)
+    except ValueError as error:
+        # No MoE layer at all, or a structure that is not known: its parameters keep what their modules say.
+        _log.info("roles of parameters are read without MoE handles: %s", error)
+        return []
+
+
+def _foreign(layer: MoELayer) -> Iterator[tuple[int, ParameterSpec]]:
+    if layer.shell is None:
+        return
+    router, bank = (getattr(part, "module", None) for part in (layer.router, layer.experts))
+    if isinstance(router, nn.Module):
+        for name, parameter in router.named_parameters():
+            last = name.rpartition(".")[2]
+            if "bias" in last:  # of one axis or written as (1, E)
+                yield id(parameter), ParameterSpec(("out",) * parameter.dim(), "bias")
+            elif parameter.dim() >= 2:
+                yield id(parameter), ParameterSpec(("out", "in"), "router")
+    if isinstance(bank, nn.Module):
+        for name, parameter in bank.named_parameters():
+            spec = _of_bank(layer, name, parameter)
+            if spec is not None:
+                yield id(parameter), spec
+
+
+def _of_bank(layer: MoELayer, name: str, parameter: nn.Parameter) -> ParameterSpec | None:
+    back = _BACK.search(name.removesuffix("_bias").removesuffix(".weight").removesuffix(".bias")) is not None
+    role = "expert-out" if back else "expert-in"
+    if parameter.dim() == 2 and "bias" in name:
+        return ParameterSpec(("expert", "out" if back else "width"), "expert-bias")
+    turned = isinstance(layer.experts, ForeignExperts) and layer.experts.transposed
+    pair = ("out", "width") if back else ("width", "model")
+    pair = (pair[1], pair[0]) if turned else pair
+    if parameter.dim() == 3:
+        return ParameterSpec(("expert", *pair), role)
+    return ParameterSpec(pair, role) if parameter.dim() == 2 else None
