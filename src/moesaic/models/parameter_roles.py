@@ -8,13 +8,13 @@ from collections.abc import Iterator
 
 from torch import nn
 
-from moesaic.models.adapters.weights import ForeignExperts
 from moesaic.models.handle import MoELayer, moe_layers
 from moesaic.routing import ParameterSpec, parameter_specs
 
 _log = logging.getLogger("moesaic.models.roles")
 
 _BACK = re.compile(r"(down|out|wo|w2|fc2|output)[^.]*$")  # what maps back to the model's width
+_ROUTES = re.compile(r"router|gate\.weight|keys")
 
 
 def model_parameter_specs(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, ParameterSpec]]:
@@ -49,15 +49,21 @@ def _foreign(layer: MoELayer) -> Iterator[tuple[int, ParameterSpec]]:
     router, bank = (getattr(part, "module", None) for part in (layer.router, layer.experts))
     if isinstance(router, nn.Module):
         for name, parameter in router.named_parameters():
-            last = name.rpartition(".")[2]
-            if "bias" in last:  # of one axis or written as (1, E)
+            if router is layer.module and not _ROUTES.search(name):
+                continue  # one module for all: names tell its parts apart
+            if "bias" in name.rpartition(".")[2]:  # of one axis or written as (1, E)
                 yield id(parameter), ParameterSpec(("out",) * parameter.dim(), "bias")
             elif parameter.dim() >= 2:
                 yield id(parameter), ParameterSpec(("out", "in"), "router")
     if isinstance(bank, nn.Module):
         for name, parameter in bank.named_parameters():
-            spec = _of_bank(layer, name, parameter)
-            if spec is not None:
+            rows = isinstance(bank.get_submodule(name.rpartition(".")[0]), nn.Embedding)
+            if rows:  # an expert is a row of each table
+                role = "expert-out" if "up" in name else "expert-in"
+                yield id(parameter), ParameterSpec(("expert", "model"), role)
+            elif bank is layer.module and parameter.dim() != 3:
+                continue  # the bank is not a module of its own: what is stacked are the experts
+            elif (spec := _of_bank(layer, name, parameter)) is not None:
                 yield id(parameter), spec
 
 
@@ -66,7 +72,9 @@ def _of_bank(layer: MoELayer, name: str, parameter: nn.Parameter) -> ParameterSp
     role = "expert-out" if back else "expert-in"
     if parameter.dim() == 2 and "bias" in name:
         return ParameterSpec(("expert", "out" if back else "width"), "expert-bias")
-    turned = isinstance(layer.experts, ForeignExperts) and layer.experts.transposed
+    turned = bool(getattr(layer.experts, "transposed", False))
+    if name.rpartition(".")[2] == "w2" and parameter.dim() == 2:
+        turned = True  # all experts in one matrix (dbrx): (E * F, D)
     pair = ("out", "width") if back else ("width", "model")
     pair = (pair[1], pair[0]) if turned else pair
     if parameter.dim() == 3:
