@@ -1,6 +1,6 @@
-"""Three models, 135 seconds of training each: a reference transformer, our best dense one, our MoE as active.
+"""Models after 135 seconds of training: a reference transformer, our best dense one, our MoE as active, and n-grams.
 
-    python benchmarks/quickstart.py            # 3 arms x 3 seeds, about 25 minutes; a rerun goes on where it stopped
+    python benchmarks/quickstart.py            # 4 arms x 3 seeds, about 32 minutes; a rerun goes on where it stopped
     python benchmarks/quickstart.py --table    # print the stored table
 
 One process at a time, two threads, compile time and everything else of the training loop inside the 135 seconds; run it
@@ -20,7 +20,13 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-ARMS = {"reference": "reference, dense", "dense": "our best dense", "moe": "our MoE"}
+ARMS = {
+    "reference": "reference, dense",
+    "dense": "our best dense",
+    "moe": "our MoE",
+    "moe-ngram": "our MoE with n-gram tables",
+}
+NGRAM = "model.ngram={orders: [2, 3, 4, 5, 6], rows: 65536, min_count: 3}"
 SECONDS = 135.0
 
 
@@ -80,7 +86,9 @@ def measure(arm: str, seed: int, seconds: float, threads: int) -> dict[str, Any]
 
     torch.set_num_threads(threads)
     changes = [f"train.seconds={seconds}", f"train.seed={seed}", "data.eval=0.0"]
-    run = read_run_config(recipe("moe" if arm == "moe" else "dense"), changes)
+    if arm == "moe-ngram":
+        changes.append(NGRAM)
+    run = read_run_config(recipe("moe" if arm.startswith("moe") else "dense"), changes)
     if arm == "reference":
         run.train = reference_training(seconds, seed)
     data = load_text_data(run.data, seed=seed)

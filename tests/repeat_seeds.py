@@ -25,7 +25,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         listed = Path(folder) / "random"
         for seed in range(options.seeds):
-            which = ["--list-random", str(listed)] if seed == 0 else ["--only-listed", str(listed)]
+            which = [f"--list-random={listed}"] if seed == 0 else [f"--only-listed={listed}"]
             command = [sys.executable, "-m", "pytest", "-n", options.workers, f"--seed={seed}"]
             command += [f"--hypothesis-seed={seed}", *which, *more]
             start = time.perf_counter()

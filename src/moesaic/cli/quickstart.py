@@ -101,7 +101,11 @@ def _show(result: dict[str, Any]) -> None:
         f" {result['steps']} steps in {result['seconds']} s",
         soft_wrap=True,
     )
-    console.print(f"held-out loss {result['held_out_loss']:.4f} nats per character\n")
+    console.print(
+        f"held-out loss {result['held_out_loss']:.4f} nats per character (of the 5 % of the text before its last 10 %;"
+        " training saw neither)\n",
+        soft_wrap=True,
+    )
     table = Table(title="share of the tokens that each expert took", title_justify="left", box=None, pad_edge=False)
     table.add_column("MoE layer")
     for expert in range(max(map(len, result["load"].values()), default=0)):
